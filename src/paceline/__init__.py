@@ -1,0 +1,59 @@
+"""Paceline: distributed training for PyTorch. Any layout, the same run.
+
+``import paceline`` is cheap: each public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from paceline.data import loader as loader
+    from paceline.engine import Engine as Engine
+    from paceline.engine import StepResult as StepResult
+    from paceline.engine import prepare as prepare
+    from paceline.layout import Layout as Layout
+    from paceline.trainer import Callback as Callback
+    from paceline.trainer import EarlyStopping as EarlyStopping
+    from paceline.trainer import History as History
+    from paceline.trainer import Trainer as Trainer
+    from paceline.trainer import WholeSet as WholeSet
+    from paceline.world import World as World
+    from paceline.world import collectives as collectives
+
+_HOME = {
+    "Callback": "paceline.trainer",
+    "EarlyStopping": "paceline.trainer",
+    "Engine": "paceline.engine",
+    "History": "paceline.trainer",
+    "Layout": "paceline.layout",
+    "StepResult": "paceline.engine",
+    "Trainer": "paceline.trainer",
+    "WholeSet": "paceline.trainer",
+    "World": "paceline.world",
+    "collectives": "paceline.world",
+    "loader": "paceline.data",
+    "prepare": "paceline.engine",
+}
+# Modules that are public under their own name.
+_MODULES = ("config", "data", "errors", "events", "models", "testing")
+
+__all__ = [*_HOME, "__version__", "errors", "events"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"paceline.{name}")
+    else:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

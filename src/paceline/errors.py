@@ -1,0 +1,94 @@
+"""Every error Paceline raises on purpose.
+
+Each message names the value that was found, the rule it breaks and what to do next.
+
+    PacelineError
+    ├── ConfigError (ValueError)          a config file, an override or a command-line value
+    ├── LayoutError (ValueError)          a layout that cannot be parsed or does not fit its world
+    ├── DataError (ValueError)            a dataset, a batch or a loader setting
+    ├── LossError (ValueError)            what a loss function or a model returned
+    ├── TrainingError (ValueError)        a call to the engine or the trainer that makes no sense
+    ├── WorldError (RuntimeError)         joining a world: environment, backend, device, seeding
+    │   └── CollectiveMismatch            ranks called different collectives, shapes or dtypes
+    ├── NonFiniteError (ArithmeticError)  NaN or Inf in the loss or the gradients
+    ├── CheckpointError (RuntimeError)    a checkpoint that cannot be written, found or read
+    ├── LaunchError (RuntimeError)        processes that could not be started
+    │   └── RankFailed                    a rank died; carries its rank, exit code and traceback
+    └── MissingExtra (ImportError)        an optional package that is not installed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PacelineError(Exception):
+    """The root: ``except PacelineError`` catches everything Paceline raises on purpose."""
+
+
+class ConfigError(PacelineError, ValueError):
+    """One or more problems in a config; ``problems`` holds one message each."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (
+            (problems,) if isinstance(problems, str) else tuple(problems)
+        )
+        super().__init__("\n".join(self.problems))
+
+
+class LayoutError(PacelineError, ValueError):
+    """A layout that cannot be parsed, or that does not fit the world or the model."""
+
+
+class DataError(PacelineError, ValueError):
+    """A dataset, a batch or a loader setting that cannot be used."""
+
+
+class LossError(PacelineError, ValueError):
+    """What a loss function, or a model that returns its own loss, gave back."""
+
+
+class TrainingError(PacelineError, ValueError):
+    """A call to the engine or the trainer that makes no sense."""
+
+
+class WorldError(PacelineError, RuntimeError):
+    """The world could not be joined: environment, backend, device or seeding."""
+
+
+class CollectiveMismatch(WorldError):
+    """Ranks met in one collective with different operations, shapes or dtypes."""
+
+
+class NonFiniteError(PacelineError, ArithmeticError):
+    """NaN or Inf in the loss or in the gradients; ``step`` and ``ranks`` say where."""
+
+    def __init__(self, message: str, *, step: int, ranks: Sequence[int] = ()) -> None:
+        self.step = step
+        self.ranks = tuple(ranks)
+        super().__init__(message)
+
+
+class CheckpointError(PacelineError, RuntimeError):
+    """A checkpoint that cannot be written, found or read."""
+
+
+class LaunchError(PacelineError, RuntimeError):
+    """The processes of a run could not be started."""
+
+
+class RankFailed(LaunchError):
+    """A rank died: ``rank``, ``exit_code`` (negative for a signal) and its ``traceback``."""
+
+    def __init__(self, message: str, *, rank: int, exit_code: int, traceback: str = "") -> None:
+        self.rank = rank
+        self.exit_code = exit_code
+        self.traceback = traceback
+        super().__init__(message)
+
+
+class MissingExtra(PacelineError, ImportError):
+    """An optional package that is not installed."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} is not installed. Install it with: pip install 'paceline[{extra}]'")

@@ -1,0 +1,221 @@
+"""What a run says of itself: typed records, written as JSON lines, read by everything that reports.
+
+The trainer and the launcher write; the progress bar, TensorBoard, MLflow, ``History`` and whatever
+comes later read. Nobody else asks the run anything.
+
+A record that this version does not know (written by a newer one) is skipped by :func:`read`;
+fields it does not know are dropped, so that an old reader can follow a newer run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+FILE_NAME = "events.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One thing that happened; ``time`` is seconds since the epoch."""
+
+    time: float = field(default_factory=time.time)
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Event.kinds[cls.__name__] = cls
+
+    def to_json(self) -> str:
+        """The record as one line of JSON, its class name under ``kind``.
+
+        JSON has no NaN or infinity: they are written as the strings ``"nan"``, ``"inf"``, ``"-inf"``.
+        """
+        return json.dumps({"kind": type(self).__name__, **_plain(dataclasses.asdict(self))})
+
+    @staticmethod
+    def from_json(line: str) -> Event | None:
+        """The record in ``line``; ``None`` when its kind is unknown or the line is cut short."""
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError:
+            return None
+        cls = Event.kinds.get(data.pop("kind", "")) if isinstance(data, dict) else None
+        if cls is None:
+            return None
+        known = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{k: _numbers(v) for k, v in data.items() if k in known})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksStarted(Event):
+    """The launcher brought up its processes; ``attempt`` counts restarts from 0."""
+
+    nproc: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """Training begins, or goes on from ``first_step`` when a checkpoint was resumed."""
+
+    layout: str
+    world_size: int
+    device: str
+    precision: str
+    global_batch: int
+    parameters: int
+    samples_per_epoch: int | None
+    total_steps: int | None
+    first_step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """One optimizer step; ``loss`` is the mean over the global batch, ``step`` counts from 1."""
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    samples: int
+    seconds: float
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDone(Event):
+    """One pass over the validation data; ``metrics`` holds ``loss`` and the user's own."""
+
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochDone(Event):
+    """The end of an epoch; ``loss`` is the sample-weighted mean over its steps."""
+
+    step: int
+    epoch: int
+    loss: float
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint is complete on disk; ``reason`` is ``every``, ``best``, ``stop`` or ``end``."""
+
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite(Event):
+    """NaN or Inf in the ``what`` (loss or gradients) of some ranks; ``action`` is stop or skip."""
+
+    step: int
+    what: str
+    ranks: list[int]
+    action: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note(Event):
+    """Something a person should read: ``level`` is ``info`` or ``warning``."""
+
+    message: str
+    level: str = "info"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    """The run ended by itself; ``reason`` is ``done``, ``stopped`` or ``interrupted``."""
+
+    reason: str
+    step: int
+    epoch: int
+    samples: int
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFailed(Event):
+    """The run died; ``rank`` is the first rank to fail, ``error`` its last line or its signal."""
+
+    rank: int
+    error: str
+    exit_code: int
+
+
+class EventLog:
+    """Appends events to ``<folder>/events.jsonl``, one unbuffered write a line.
+
+    Several processes may append to one file: each line is a single ``O_APPEND`` write.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = Path(folder) / FILE_NAME
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._end_broken_line()
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+
+    def write(self, event: Event) -> None:
+        """Append one event."""
+        self._file.write(event.to_json().encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file; further writes fail."""
+        self._file.close()
+
+    def _end_broken_line(self) -> None:
+        """A killed writer may leave half a line: end it, so that the next one stands alone."""
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return
+        with open(self.path, "rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+def read(path: str | os.PathLike[str]) -> Iterator[Event]:
+    """The events of a run, oldest first; ``path`` is the file or the run folder that holds it."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / FILE_NAME
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if (event := Event.from_json(line)) is not None:
+                yield event
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _numbers(v) for k, v in value.items()}
+    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -1,0 +1,5 @@
+"""How work and state are spread over a world: pure data, no torch."""
+
+from paceline.layout.layout import Layout
+
+__all__ = ["Layout"]

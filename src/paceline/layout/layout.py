@@ -1,0 +1,121 @@
+"""The layout: one degree per way of spreading a run, parsed from and printed as a short string."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+
+from paceline.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How work and state are spread over ``dp × tp × pp × cp`` ranks.
+
+    ``dp`` is the data-parallel degree, ``zero`` (0..3) what the data-parallel ranks shard,
+    ``replicas`` how many full copies they keep, ``tp``/``pp``/``cp``/``ep`` the tensor-,
+    pipeline-, context- and expert-parallel degrees. ``str(layout)`` names only what differs from
+    the default and parses back to the same layout.
+    """
+
+    dp: int = 1
+    zero: int = 0
+    replicas: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise LayoutError(f"layout: {name}={value!r} must be a whole number.")
+            if name == "zero":
+                if not 0 <= value <= 3:
+                    raise LayoutError(
+                        f"layout: zero={value} must be 0, 1, 2 or 3 (what data-parallel ranks "
+                        "shard: nothing, optimizer state, + gradients, + parameters)."
+                    )
+            elif value < 1:
+                raise LayoutError(f"layout: {name}={value} must be 1 or more.")
+        if self.dp % self.replicas:
+            raise LayoutError(
+                f"layout: replicas={self.replicas} must divide dp={self.dp}: each full copy is "
+                "kept by dp/replicas ranks."
+            )
+        if (self.dp * self.cp) % self.ep:
+            raise LayoutError(
+                f"layout: ep={self.ep} must divide dp × cp = {self.dp * self.cp}: experts are "
+                "spread over the data- and context-parallel ranks."
+            )
+
+    @classmethod
+    def parse(cls, text: str | Layout, *, world_size: int | None = None) -> Layout:
+        """Read ``"dp=4,tp=2"``; ``"auto"``, or leaving out ``dp``, lets ``dp`` fill ``world_size``.
+
+        Without a ``world_size``, a ``dp`` that is left out is 1.
+        """
+        if isinstance(text, Layout):
+            return text
+        degrees = {} if text.strip() in ("auto", "") else _degrees(text)
+        if "dp" not in degrees and world_size is not None:
+            rest = 1
+            for axis in ("tp", "pp", "cp"):
+                rest *= max(degrees.get(axis, 1), 1)
+            if world_size % rest:
+                raise LayoutError(
+                    f"layout {text!r}: tp × pp × cp = {rest} must divide the world size "
+                    f"{world_size}, so that dp can fill the rest."
+                )
+            degrees["dp"] = world_size // rest
+        return cls(**degrees)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks this layout needs."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    def check_world(self, world_size: int) -> None:
+        """Raise :class:`LayoutError` unless this layout needs exactly ``world_size`` ranks."""
+        if self.world_size != world_size:
+            product = " × ".join(
+                f"{axis}={getattr(self, axis)}"
+                for axis in ("dp", "tp", "pp", "cp")
+                if axis == "dp" or getattr(self, axis) > 1
+            )
+            raise LayoutError(
+                f"layout {str(self)!r} needs {self.world_size} ranks ({product}), but the world "
+                f"has {world_size}. Start {self.world_size} ranks, or change the layout."
+            )
+
+    def __str__(self) -> str:
+        parts = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if f.name == "dp" or getattr(self, f.name) != f.default
+        ]
+        return ",".join(parts)
+
+
+def _degrees(text: str) -> dict[str, int]:
+    names = [f.name for f in dataclasses.fields(Layout)]
+    degrees: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise LayoutError(
+                f"layout {text!r}: {name!r} is not one of {', '.join(names)}.{hint} "
+                'Write it like "dp=4,tp=2".'
+            )
+        if not equals or not value.lstrip("-").isdigit():
+            raise LayoutError(
+                f"layout {text!r}: {part.strip()!r} must be {name}=<whole number>, "
+                f"like {name}=2."
+            )
+        if name in degrees:
+            raise LayoutError(f"layout {text!r}: {name} is given twice.")
+        degrees[name] = int(value)
+    return degrees
