@@ -91,4 +91,6 @@ class MissingExtra(PacelineError, ImportError):
     """An optional package that is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} is not installed. Install it with: pip install 'paceline[{extra}]'")
+        super().__init__(
+            f"{what} is not installed. Install it with: pip install 'paceline[{extra}]'"
+        )

@@ -1,0 +1,7 @@
+"""The engine: precision, accumulation, clipping, the step."""
+
+from paceline.engine.engine import Engine, EngineOptions
+from paceline.engine.prepare import prepare
+from paceline.engine.result import StepResult
+
+__all__ = ["Engine", "EngineOptions", "StepResult", "prepare"]

@@ -112,8 +112,7 @@ def _degrees(text: str) -> dict[str, int]:
             )
         if not equals or not value.lstrip("-").isdigit():
             raise LayoutError(
-                f"layout {text!r}: {part.strip()!r} must be {name}=<whole number>, "
-                f"like {name}=2."
+                f"layout {text!r}: {part.strip()!r} must be {name}=<whole number>, like {name}=2."
             )
         if name in degrees:
             raise LayoutError(f"layout {text!r}: {name} is given twice.")

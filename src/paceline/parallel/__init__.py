@@ -1,0 +1,1 @@
+"""One file per way of spreading a model; ``compose.py`` orders them."""

@@ -1,0 +1,102 @@
+"""The kinds of value a config holds beyond plain numbers and strings, and how each is checked.
+
+Each check returns the value or raises ``ValueError`` with the text a person reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from paceline.layout import Layout
+
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+OPTIMIZERS: dict[str, str] = {
+    "adadelta": "torch.optim:Adadelta",
+    "adafactor": "torch.optim:Adafactor",
+    "adagrad": "torch.optim:Adagrad",
+    "adam": "torch.optim:Adam",
+    "adamax": "torch.optim:Adamax",
+    "adamw": "torch.optim:AdamW",
+    "nadam": "torch.optim:NAdam",
+    "radam": "torch.optim:RAdam",
+    "rmsprop": "torch.optim:RMSprop",
+    "sgd": "torch.optim:SGD",
+}
+"""The optimizers that have a short name, and where each one lives."""
+
+
+def _import_path(value: str) -> str:
+    if _IMPORT_PATH.fullmatch(value):
+        return value
+    hint = ""
+    module, colon, name = value.partition(":")
+    if not colon and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value):
+        module, _, name = value.rpartition(".")
+        hint = f"; did you mean '{module}:{name}'?"
+    elif module.endswith(".py") and name:
+        module = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        hint = f"; did you mean '{module}:{name}'?"
+    raise ValueError(f"{value!r} is not an import path like 'package.module:Name'{hint}")
+
+
+def _optimizer_name(value: str) -> str:
+    return value if value in OPTIMIZERS else _import_path(value)
+
+
+def _layout(value: str) -> str:
+    if value.strip() == "auto":
+        return "auto"
+    Layout.parse(value)  # raises LayoutError, a ValueError, with its own message
+    return value
+
+
+def _name(value: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+        return value
+    raise ValueError(
+        f"{value!r} cannot name a folder; use letters, digits, '.', '_' and '-', "
+        "starting with a letter or a digit"
+    )
+
+
+def _plain(value: Any, path: str = "") -> Any:
+    """``value`` as YAML can hold it (tuples become lists), or an error that names the odd part."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(
+                    f"key {key!r} must be a string{f' (in {path[1:]})' if path else ''}"
+                )
+        return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise ValueError(
+        f"{path.removeprefix('.')} is a {kind}, which a YAML file cannot hold; "
+        "use numbers, strings, true/false, null, lists and mappings"
+    )
+
+
+ImportPath = Annotated[str, AfterValidator(_import_path)]
+OptimizerName = Annotated[str, AfterValidator(_optimizer_name)]
+LayoutText = Annotated[str, AfterValidator(_layout)]
+RunName = Annotated[str, AfterValidator(_name)]
+Args = Annotated[dict[str, Any], AfterValidator(_plain)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+def args_of_default(data: Any, chooser: str, args: dict[str, Any]) -> Any:
+    """Without a choice of its own, a section's ``args`` adjust the demo's; with one, they stand."""
+    if not isinstance(data, Mapping):
+        return data
+    given = data.get("args", {})
+    if chooser in data:
+        return {"args": {}, **data}
+    return {**data, "args": {**args, **given}} if isinstance(given, Mapping) else data

@@ -1,0 +1,113 @@
+"""Reading a config: a file, a dict or nothing (the demo), with overrides laid over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+from paceline.config import overrides as overriding
+from paceline.config import python_file, yaml_file
+from paceline.config.keys import nearest
+from paceline.config.schema import Config
+from paceline.config.sources import Sources
+from paceline.config.validate import validate
+from paceline.config.values import found
+from paceline.errors import ConfigError
+
+SUFFIXES = (".yaml", ".yml", ".json", ".py")
+
+
+def load(
+    source: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    overrides: Iterable[str] = (),
+) -> Config:
+    """The config in ``source`` with ``overrides`` (``"train.steps=100"``) laid over it.
+
+    ``source`` is a YAML or JSON file, a Python file that defines ``config``, a dict, a
+    :class:`Config`, or ``None`` for the demo. Raises :class:`ConfigError` with every problem of
+    the values by themselves; :func:`paceline.config.check` finds those that need several of them.
+    """
+    sources = Sources()
+    problems: list[str] = []
+    data: Mapping[str, Any] = {}
+    try:
+        data = _read(source, sources)
+    except ConfigError as error:
+        problems += error.problems
+    unreadable = bool(problems)
+    merged, override_problems = overriding.apply(data, overrides, sources)
+    problems += override_problems
+    if unreadable:
+        raise ConfigError(problems)
+    try:
+        config = validate(merged, sources)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _read(
+    source: str | os.PathLike[str] | Mapping[str, Any] | Config | None, sources: Sources
+) -> Mapping[str, Any]:
+    """The plain data of ``source``; tells ``sources`` where its keys stand."""
+    if source is None:
+        return {}
+    if isinstance(source, Config):
+        sources.origin = source._sources.origin
+        sources.places = dict(source._sources.places)
+        return source.model_dump()
+    if isinstance(source, Mapping):
+        return source
+    name = os.fspath(source)
+    text = _text(FilePath(name), name)
+    reader = python_file.read if name.endswith(".py") else yaml_file.read
+    data, lines = reader(text, name)
+    sources.origin = name
+    sources.places = {path: f"{name}:{line}" for path, line in lines.items()}
+    if data is None:
+        raise ConfigError(
+            f"{name}: empty; write at least one key, or give no config to train the demo"
+        )
+    if isinstance(data, Config):
+        return data.model_dump()
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            f"{name}: must be a mapping of keys, like 'train: {{steps: 100}}'; got {found(data)}"
+        )
+    return data
+
+
+def _text(file: FilePath, name: str) -> str:
+    if file.is_dir():
+        inside = file / "config.yaml"
+        hint = f"; did you mean '{inside}'?" if inside.is_file() else ""
+        raise ConfigError(f"{name}: is a folder, not a config file{hint}")
+    if not file.exists():
+        raise ConfigError(_missing(file, name))
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"{name}: a config file must end with {', '.join(SUFFIXES)}")
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name}: not UTF-8 text (byte {error.object[error.start]:#04x} at offset "
+            f"{error.start}); save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+
+
+def _missing(file: FilePath, name: str) -> str:
+    folder = file.parent
+    if not folder.is_dir():
+        return f"{name}: no such file; there is no folder '{folder}'"
+    there = sorted(item.name for item in folder.iterdir() if item.suffix in SUFFIXES)
+    near = nearest(file.name, there, 0.6) or nearest(f"{file.name}.yaml", there, 0.9)
+    if near is not None:
+        return f"{name}: no such file; did you mean '{folder / near}'?"
+    listing = f"; the configs there are {', '.join(there[:10])}" if there else ""
+    return f"{name}: no such file{listing}"

@@ -1,0 +1,62 @@
+"""``--set a.b=c``: values given on the command line, laid over those of the file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from paceline.config import yaml_file
+from paceline.config.sources import Path, Sources
+from paceline.config.values import found
+from paceline.errors import ConfigError
+
+
+def apply(
+    data: Mapping[str, Any], overrides: Iterable[str], sources: Sources
+) -> tuple[dict[str, Any], list[str]]:
+    """``data`` with each ``key=value`` laid over it in turn, and the problems met on the way.
+
+    The value is YAML (``[0.9, 0.95]``, ``null``, ``3e-4``); it replaces whatever stood at the key.
+    ``sources`` is told where the new values come from.
+    """
+    result = copy.deepcopy(dict(data))
+    problems: list[str] = []
+    for override in overrides:
+        place = f"--set {override}"
+        try:
+            path, value = parse(override)
+            _put(result, path, value)
+        except ConfigError as error:
+            problems += [f"{place}: {text}" for text in error.problems]
+            continue
+        for old in [old for old in sources.places if old[: len(path)] == path]:
+            del sources.places[old]
+        sources.places[path] = place
+    return result, problems
+
+
+def parse(override: str) -> tuple[Path, Any]:
+    """``train.steps=100`` as its path and its value; raises :class:`ConfigError`."""
+    key, equals, text = override.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(path):
+        raise ConfigError("must be key=value, like train.steps=100")
+    if not text.strip():
+        raise ConfigError(f"no value after '='; write {key.strip()}=null to clear it")
+    try:
+        return path, yaml_file.read_value(text)
+    except ConfigError as error:
+        raise ConfigError([problem.partition(": ")[2] for problem in error.problems]) from None
+
+
+def _put(data: dict[str, Any], path: Path, value: Any) -> None:
+    for depth, key in enumerate(path[:-1], start=1):
+        inner = data.get(key)
+        if inner is None or inner is True:  # nothing there yet, or a section switched on whole
+            inner = data[key] = {}
+        if not isinstance(inner, dict):
+            dotted = ".".join(path[:depth])
+            raise ConfigError(f"{dotted} is {found(inner)}, not a mapping; set {dotted} whole")
+        data = inner
+    data[path[-1]] = value

@@ -1,0 +1,311 @@
+"""What a config may say: one class per section, every key with its meaning and its default.
+
+The defaults together are the demo (see ``demo.py``). Three of them depend on another key, because
+the demo's value makes no sense beside a choice of the user's own:
+
+- ``args`` are the demo's unless the section names its own ``target`` (or optimizer ``name``);
+- ``loss`` is the demo's only for the demo's model, else null;
+- ``train.steps`` is null once ``train.epochs`` is given.
+
+Nothing is coerced: ``"3"`` is not a number, ``"yes"`` is not true, and an unknown key is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+
+from paceline.config import demo
+from paceline.config.fields import (
+    OPTIMIZERS,
+    Args,
+    ImportPath,
+    LayoutText,
+    OptimizerName,
+    Positive,
+    RunName,
+    args_of_default,
+)
+from paceline.config.sources import Sources
+
+
+class Section(BaseModel):
+    """A part of the config: unknown keys refused, nothing coerced, nothing changed once built."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Target(Section):
+    """Something to import and call with keyword arguments."""
+
+    target: ImportPath = Field(description="Import path, like 'package.module:Name'.")
+    args: Args = Field(default={}, description="Keyword arguments it is called with.")
+
+
+class Model(Section):
+    """The model to train."""
+
+    target: ImportPath = Field(
+        default=demo.MODEL,
+        description="Import path of the model class, or of a function that returns the model.",
+    )
+    args: Args = Field(
+        default=demo.MODEL_ARGS,
+        description="Keyword arguments of the target. Without a target they adjust the demo's.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _demo_args(cls, data: Any) -> Any:
+        return args_of_default(data, "target", demo.MODEL_ARGS)
+
+
+class Data(Section):
+    """The data to train and to validate on, and how it is read."""
+
+    target: ImportPath = Field(
+        default=demo.DATA,
+        description="Import path of a dataset class, or of a function that returns a dataset "
+        "or a pair (train, val).",
+    )
+    args: Args = Field(
+        default=demo.DATA_ARGS,
+        description="Keyword arguments of the target. Without a target they adjust the demo's.",
+    )
+    val: Target | None = Field(
+        default=None, description="The validation dataset, when the target does not return one."
+    )
+    workers: int = Field(
+        default=0, ge=0, description="Loader processes per rank; 0 reads in the rank itself."
+    )
+    shuffle: bool = Field(default=True, description="Draw the training samples in random order.")
+    drop_last: bool = Field(
+        default=False, description="Leave out the last, short batch of an epoch."
+    )
+    pin_memory: bool | None = Field(
+        default=None, description="Load into page-locked memory; null: when training on a GPU."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _demo_args(cls, data: Any) -> Any:
+        return args_of_default(data, "target", demo.DATA_ARGS)
+
+
+class Optimizer(Section):
+    """How parameters are updated."""
+
+    name: OptimizerName = Field(
+        default="adamw",
+        description=f"One of {', '.join(OPTIMIZERS)}, or an import path like "
+        "'package.module:Name'.",
+    )
+    lr: float = Field(
+        default=demo.LR, gt=0, description="Learning rate, before schedule.lr_scaling."
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="Weight decay; null: the optimizer's own default."
+    )
+    args: Args = Field(
+        default={}, description="Further keyword arguments, like betas: [0.9, 0.95]."
+    )
+
+    @property
+    def target(self) -> str:
+        """Import path of the optimizer class."""
+        return OPTIMIZERS.get(self.name, self.name)
+
+
+class Schedule(Section):
+    """How the learning rate goes over the run, and how it follows the batch size."""
+
+    name: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine", description="The shape after warmup, down to min_ratio at the end."
+    )
+    warmup_steps: int = Field(
+        default=demo.WARMUP_STEPS, ge=0, description="Steps of linear rise to the full rate."
+    )
+    min_ratio: float = Field(
+        default=demo.MIN_RATIO,
+        ge=0,
+        le=1,
+        description="Learning rate at the end as a fraction of the full one (linear, cosine).",
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none",
+        description="Multiply optimizer.lr by batch.global_batch / reference_batch (linear) "
+        "or by its square root (sqrt).",
+    )
+    reference_batch: Positive | None = Field(
+        default=None, description="The global batch optimizer.lr was chosen for."
+    )
+
+
+class Batch(Section):
+    """How many samples make a step, and how many go through the model at once."""
+
+    global_batch: Positive = Field(
+        default=demo.GLOBAL_BATCH, description="Samples per optimizer step, over all ranks."
+    )
+    microbatch: Positive | None = Field(
+        default=None,
+        description="Samples per forward pass on one rank; gradients accumulate over as many "
+        "passes as the rank's share needs. null: the whole share at once.",
+    )
+
+
+class Train(Section):
+    """How long to train, when to evaluate, and what to do with odd gradients."""
+
+    steps: Positive | None = Field(
+        default=demo.STEPS, description="Optimizer steps to train for; give this or epochs."
+    )
+    epochs: Positive | None = Field(
+        default=None, description="Passes over the training data; give this or steps."
+    )
+    eval_every: Positive | None = Field(
+        default=None,
+        description="Evaluate every this many steps; null: after each epoch and at the end.",
+    )
+    eval_batches: Positive | None = Field(
+        default=None, description="Batches per evaluation; null: the whole validation set."
+    )
+    clip_norm: float | None = Field(
+        default=demo.CLIP_NORM, gt=0, description="Clip the norm of the gradient to this."
+    )
+    clip_value: float | None = Field(
+        default=None, gt=0, description="Clip each element of the gradient to this."
+    )
+    nonfinite: Literal["stop", "skip", "ignore"] = Field(
+        default="stop",
+        description="On NaN or Inf in loss or gradients: stop the run, skip the step, or ignore.",
+    )
+    sync_batchnorm: bool = Field(
+        default=False, description="Batch-norm statistics over all ranks instead of each alone."
+    )
+    log_every: Positive = Field(default=1, description="Report the loss every this many steps.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_replace_default_steps(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("epochs") is not None and "steps" not in data:
+            return {**data, "steps": None}
+        return data
+
+
+class Checkpoint(Section):
+    """When state is saved and what is kept."""
+
+    every: Positive | None = Field(
+        default=None, description="Save every this many steps; null: only at the end."
+    )
+    keep: Positive = Field(default=2, description="How many of the latest checkpoints to keep.")
+    best: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Also keep the best by this validation metric, like 'loss'.",
+    )
+    mode: Literal["min", "max"] = Field(
+        default="min", description="Whether a smaller or a larger value of best is better."
+    )
+    save_at_end: bool = Field(default=True, description="Save when the run ends.")
+
+
+class Launch(Section):
+    """Where the ranks run."""
+
+    on: Literal["local"] = Field(default="local", description="What starts the ranks.")
+    nproc: Positive | Literal["auto"] = Field(
+        default="auto",
+        description="Number of ranks; auto: as many as the layout says, else one per GPU, "
+        "else 2 on a machine without GPUs.",
+    )
+    max_restarts: int = Field(
+        default=0, ge=0, description="How often a failed run is started again from its checkpoint."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda where there is a GPU, else cpu."
+    )
+    timeout: float = Field(
+        default=600.0, gt=0, description="Seconds a rank waits for the others before giving up."
+    )
+
+
+class Mlflow(Section):
+    """Where MLflow keeps the run."""
+
+    uri: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Tracking URI; null: MLFLOW_TRACKING_URI, else a sqlite file in track.run_dir.",
+    )
+    experiment: str = Field(default="paceline", min_length=1, description="Experiment name.")
+
+
+def _mlflow(value: Any) -> Any:
+    """``true`` is MLflow with its defaults, ``false`` is none."""
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
+class Track(Section):
+    """Who listens to the run."""
+
+    progress: bool = Field(default=True, description="Progress bar, or lines off a terminal.")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard files.")
+    mlflow: Annotated[Mlflow | None, BeforeValidator(_mlflow)] = Field(
+        default=None, description="Log to MLflow: true, or a mapping of uri and experiment."
+    )
+    run_dir: str = Field(
+        default="runs", min_length=1, description="Folder in which each run gets its own folder."
+    )
+
+
+class Config(Section):
+    """A whole run. ``Config()`` is the demo."""
+
+    name: RunName = Field(default="run", description="Name of the run and of its folder.")
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Decides weights, data order and dropout."
+    )
+    model: Model = Field(default=Model(), description="The model to train.")
+    loss: Target | None = Field(
+        default=Target(target=demo.LOSS),
+        description="A function loss(output, target), or a class to build one. null: the model "
+        "returns its own loss. Left out: the demo's loss for the demo's model, else null.",
+    )
+    data: Data = Field(default=Data(), description="The data to train and to validate on.")
+    optimizer: Optimizer = Field(default=Optimizer(), description="How parameters are updated.")
+    schedule: Schedule = Field(default=Schedule(), description="The learning rate over the run.")
+    batch: Batch = Field(default=Batch(), description="Samples per step and per forward pass.")
+    train: Train = Field(default=Train(), description="How long to train, when to evaluate.")
+    layout: LayoutText = Field(
+        default="auto",
+        description="How work is spread over the ranks, like 'dp=2'; auto: data-parallel over "
+        "all of them.",
+    )
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default="fp32", description="Number format of the forward and backward pass."
+    )
+    compile: bool = Field(default=False, description="Compile the model with torch.compile.")
+    checkpoint: Checkpoint = Field(default=Checkpoint(), description="What is saved and kept.")
+    launch: Launch = Field(default=Launch(), description="Where the ranks run.")
+    track: Track = Field(default=Track(), description="Who listens to the run.")
+
+    _sources: Sources = PrivateAttr(default_factory=Sources)
+
+    def __eq__(self, other: object) -> bool:
+        # Where the values were written (_sources) is no part of what they are.
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_of_default_model(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "loss" in data:
+            return data
+        model = data.get("model")
+        target = model.get("target", demo.MODEL) if isinstance(model, Mapping) else demo.MODEL
+        if isinstance(model, Model):
+            target = model.target
+        return data if target == demo.MODEL else {**data, "loss": None}

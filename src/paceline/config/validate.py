@@ -1,0 +1,95 @@
+"""From plain data to a :class:`Config`, or to one message for every problem in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from paceline.config.keys import FIELDS, is_free, keys_of, section_of, suggest, unknown_key
+from paceline.config.schema import Config
+from paceline.config.sources import Path, Sources
+from paceline.config.values import choice_meant, expected, found
+from paceline.errors import ConfigError
+
+
+def validate(data: Mapping[str, Any], sources: Sources) -> Config:
+    """The config that ``data`` describes; raises :class:`ConfigError` with all its problems.
+
+    ``sources`` says where each key was written; the config remembers it for later messages.
+    """
+    problems: list[str] = []
+    known = _without_unknown(data, (), (), sources, problems)
+    try:
+        config = Config.model_validate(known)
+    except ValidationError as error:
+        problems += [sources.message(path, text) for path, text in explain(error)]
+    if problems:
+        raise ConfigError(problems)
+    config._sources = sources
+    return config
+
+
+def explain(error: ValidationError) -> list[tuple[Path, str]]:
+    """The path and the text of each problem pydantic found, one for each key."""
+    texts: dict[Path, str] = {}
+    for detail in error.errors():
+        path, text = _explain_one(detail)
+        texts.setdefault(path, text)
+    return list(texts.items())
+
+
+def _explain_one(detail: ErrorDetails) -> tuple[Path, str]:
+    # Members of a union add their own name to the end of the location: keep what is a key.
+    path = tuple(str(part) for part in detail["loc"])
+    while path and path not in FIELDS and detail["type"] != "extra_forbidden":
+        path = path[:-1]
+    dotted = ".".join(path)
+    match detail["type"]:
+        case "extra_forbidden":
+            return path, unknown_key(dotted, path[:-1], suggest(path[:-1], path[-1]))
+        case "missing":
+            return path, f"{dotted} is missing; it takes {expected(FIELDS[path])}"
+        case "value_error":
+            text = str(detail["ctx"]["error"])
+            return path, text if path == ("layout",) else f"{dotted}: {text}"
+    info = FIELDS[path]
+    value = detail["input"]
+    meant = choice_meant(info, value)
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    if value is None and (section_of(info) or is_free(path)):
+        hint = "; give it keys, or leave it out"
+    return path, f"{dotted} must be {expected(info)}; got {found(value)}{hint}"
+
+
+def _without_unknown(
+    data: Mapping[str, Any], path: Path, written: Path, sources: Sources, problems: list[str]
+) -> dict[str, Any]:
+    """``data`` with its unknown keys left out and each noted in ``problems``.
+
+    A misspelled section is read as the one that was meant, so that its own problems show too;
+    ``written`` is the path as it stands in the file.
+    """
+    known: dict[str, Any] = {}
+    for key, value in data.items():
+        place, meant = (*written, str(key)), (*path, str(key))
+        if meant not in FIELDS:
+            right = suggest(path, str(key))
+            problems.append(sources.message(place, unknown_key(".".join(place), path, right)))
+            if (
+                right is None
+                or right[:-1] != path
+                or right[-1] in data
+                or not section_of(FIELDS[right])
+            ):
+                continue
+            meant = right
+            # Problems of its keys are found under the right name: let that name lead to the file.
+            for old in [old for old in sources.places if old[: len(place)] == place]:
+                sources.places[(*meant, *old[len(place) :])] = sources.places[old]
+        if isinstance(value, Mapping) and keys_of(meant):
+            value = _without_unknown(value, meant, place, sources, problems)
+        known[meant[-1]] = value
+    return known

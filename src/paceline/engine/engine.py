@@ -1,0 +1,408 @@
+"""The engine: a model, its loss and its optimizer on a layout. Its one verb is ``step``."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.engine import nonfinite
+from paceline.engine.batch import batch_size, move, placeholder, split
+from paceline.engine.loss import LossFunction, LossModule, Term
+from paceline.engine.nonfinite import Problem
+from paceline.engine.precision import Precision
+from paceline.engine.result import StepResult
+from paceline.errors import TrainingError
+from paceline.layout import Layout
+from paceline.parallel import sync_batchnorm
+from paceline.parallel.compose import spread
+from paceline.parallel.replicate import sync_buffers
+from paceline.world import World
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+Schedule = Callable[[int], float] | LRScheduler
+
+
+class EngineOptions(TypedDict, total=False):
+    """The settings that ``Engine`` and ``Trainer`` share; :class:`Engine` explains them."""
+
+    layout: str | Layout
+    microbatch: int | None
+    precision: str
+    clip_norm: float | None
+    clip_value: float | None
+    schedule: Schedule | None
+    compile: bool
+    nonfinite: Literal["stop", "skip", "ignore"]
+    sync_batchnorm: bool
+    forward: Callable[[nn.Module, Any], Any] | None
+    count: Callable[[Any], int | Tensor] | None
+
+
+_DEFAULTS = EngineOptions(
+    layout="auto",
+    microbatch=None,
+    precision="fp32",
+    clip_norm=None,
+    clip_value=None,
+    schedule=None,
+    compile=False,
+    nonfinite="stop",
+    sync_batchnorm=False,
+    forward=None,
+    count=None,
+)
+
+
+class Engine:
+    """Trains ``model`` one global batch at a time, on any layout.
+
+    ``loss`` is called as ``loss(output, target)`` and returns a mean over samples, or a pair
+    ``(sum, count)``; leave it out for a model that returns its own loss. ``optimizer`` is an
+    optimizer over the model's parameters, or a function that makes one from them.
+
+    Options:
+        layout: such as ``"dp=4"``; ``"auto"`` spreads the data over the whole world.
+        microbatch: the most samples a rank puts through the model at once; a larger share is cut
+            into near-equal parts whose gradients add up without communication in between.
+        precision: ``fp32``, ``bf16`` and ``fp16`` (autocast; fp16 with a gradient scaler), or
+            ``fp64``, which casts the model and keeps every cast inside it in float64.
+        clip_norm, clip_value: bounds for the gradient's global norm, and for its elements.
+        schedule: a function from the step (0, 1, …) to a factor on each group's learning rate,
+            or one of torch's schedulers.
+        compile: compile the model with ``torch.compile``.
+        nonfinite: what to do about NaN or Inf in the loss or the gradient: ``stop`` (raise),
+            ``skip`` (leave the parameters alone and go on) or ``ignore``.
+        sync_batchnorm: normalise over all ranks' samples instead of each rank's own.
+        forward: ``forward(model, batch)`` returning the loss, for models that need more than
+            being called with their batch.
+        count: ``count(batch)`` tells over how many items the loss of a batch is a mean, where
+            that is not the samples.
+        world: the world to train in; by default the one this process was launched into.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Optimizer | OptimizerFactory,
+        loss: LossFunction | None = None,
+        world: World | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        unknown = set(options) - set(_DEFAULTS)
+        if unknown:
+            raise TrainingError(
+                f"Engine got unknown options {', '.join(sorted(unknown))}; it takes "
+                f"{', '.join(sorted(_DEFAULTS))}."
+            )
+        self.options = EngineOptions(**{**_DEFAULTS, **options})  # type: ignore[typeddict-item]
+        _check(model, self.options)
+        self.world = world if world is not None else World.current()
+        self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)
+        self.layout.check_world(self.world.size)
+        self.device = self.world.device
+        self.steps_done = 0
+        self._precision = Precision(self.options["precision"], self.device)
+        self._build(model, loss, optimizer)
+
+    def _build(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        optimizer: Optimizer | OptimizerFactory,
+    ) -> None:
+        if self.options["sync_batchnorm"]:
+            model = sync_batchnorm.convert(model)
+        model.to(self.device)
+        self._precision.prepare(model)
+        if self.options["compile"]:
+            model.compile()
+        self.model = model
+        self._local = LossModule(model, loss, self.options["forward"], self.options["count"])
+        self._local.to(self.device)
+        self._spread = spread(self._local, self.layout, self.device)
+        self._has_sync_norm = self.world.size > 1 and sync_batchnorm.set_contributes(model, True)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        if isinstance(optimizer, Optimizer):
+            _check_optimizer(optimizer, model)
+            self.optimizer = optimizer
+        else:
+            self.optimizer = optimizer(self._parameters)
+        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, batch: Any) -> StepResult:
+        """One optimizer step over the global batch of which ``batch`` is this rank's share.
+
+        Every rank must call it. The share may hold fewer samples than another rank's, or none.
+        """
+        started = time.perf_counter()
+        if self.world.size > 1:
+            sync_buffers(self.model)
+        saved_buffers = self._copy_buffers() if self.options["nonfinite"] == "skip" else {}
+        parts = self._parts(batch)
+        lr = self._set_lr()
+        sums = self._accumulate(parts, batch_size(batch))
+        norm = self._finish_gradients(sums)
+        problem = self._problem(sums, norm, parts)
+        if problem is None or problem.overflow:
+            self._update()
+        else:
+            self._leave_alone(saved_buffers)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps_done += 1
+        schedule = self.options["schedule"]
+        if isinstance(schedule, LRScheduler):
+            schedule.step()
+        return StepResult(
+            step=self.steps_done,
+            lr=lr,
+            seconds=time.perf_counter() - started,
+            problem=problem,
+            _sums=sums.world,
+            _norm=norm,
+        )
+
+    def _parts(self, batch: Any) -> list[tuple[Any, int]]:
+        """The share's microbatches, on the device, each with the items its loss averages over."""
+        samples = batch_size(batch)
+        cut = split(batch, self.options["microbatch"])
+        items = [self._local.items(part) if samples else 0 for part in cut]
+        if self._has_sync_norm:
+            # Each forward is a collective: ranks with fewer microbatches fill up without items.
+            most = torch.tensor(len(cut))
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            missing = int(most) - len(cut)
+            cut, items = cut + cut[:1] * missing, items + [0] * missing
+        dtype = self._precision.batch_dtype
+        return [(move(part, self.device, dtype), n) for part, n in zip(cut, items, strict=True)]
+
+    def _accumulate(self, parts: list[tuple[Any, int]], samples: int) -> _Sums:
+        """Forward and backward over all microbatches; gradients end up averaged over the ranks.
+
+        The gradient of the mean needs the count of the whole global batch, which a loss that
+        counts tokens tells only after the last forward. So each part is divided by the global
+        count of the first microbatches, which keeps it in range for fp16, and
+        :meth:`_finish_gradients` multiplies by what is missing: one, where nothing accumulates.
+        """
+        local = torch.zeros(3, dtype=torch.float64, device=self.device)
+        local[2] = samples
+        divisor = local[1]
+        world, work = local, None
+        for index, (part, items) in enumerate(parts):
+            last = index == len(parts) - 1
+            with self._reducing(last):
+                term = self._forward(part, items)
+                local[0] += term.total.detach()
+                local[1] += term.count
+                if index == 0:
+                    divisor = local[1].clone()
+                    if self.world.size > 1:
+                        dist.all_reduce(divisor)
+                    divisor.clamp_(min=1)
+                if last and self.world.size > 1:
+                    world = local.clone()
+                    work = dist.all_reduce(world, async_op=True)  # hidden behind the backward
+                loss = term.total * (self.world.size / divisor).to(term.total.dtype)
+                scaler = self._precision.scaler
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        if work is not None:
+            work.wait()
+        return _Sums(local=local, world=world, divisor=divisor)
+
+    def _reducing(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Only the last backward of a step communicates."""
+        if last or not isinstance(self._spread, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self._spread.no_sync()
+
+    def _forward(self, part: Any, items: int) -> Term:
+        with self._precision.forward():
+            if items or not self._has_sync_norm:
+                return self._spread(part, items)
+            # The other ranks' norms wait for this rank: show them a sample that does not count.
+            sync_batchnorm.set_contributes(self.model, False)
+            try:
+                term: Term = self._spread(placeholder(part), 1)
+            finally:
+                sync_batchnorm.set_contributes(self.model, True)
+            return Term(term.total * 0, 0, None)
+
+    def _finish_gradients(self, sums: _Sums) -> Tensor | None:
+        """Turn the accumulated gradients into the gradient of the mean, clip it, give its norm."""
+        if self._precision.scaler is not None:
+            self._precision.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        factor = sums.divisor / sums.world[1]
+        if self.device.type != "cpu" or factor != 1:  # on a GPU, looking would be waiting
+            for gradient in gradients:
+                gradient.mul_(factor)
+        clip_norm, clip_value = self.options["clip_norm"], self.options["clip_value"]
+        norm = None
+        if clip_norm is not None or self.options["nonfinite"] != "ignore":
+            norm = get_total_norm(gradients)
+        if clip_norm is not None:
+            assert norm is not None
+            clip_grads_with_norm_(self._parameters, clip_norm, norm)
+        if clip_value is not None:
+            clip_grad_value_(self._parameters, clip_value)
+        return norm
+
+    def _problem(
+        self, sums: _Sums, norm: Tensor | None, parts: list[tuple[Any, int]]
+    ) -> Problem | None:
+        """What is not finite in this step, if anything; raises where the policy is to stop."""
+        if norm is None:
+            return None
+        mean = sums.world[0] / sums.world[1]
+        finite_loss, finite_norm = torch.stack([mean, norm.double()]).isfinite().tolist()
+        if finite_loss and finite_norm:
+            return None
+        if finite_loss and self._precision.scaler is not None:
+            return Problem(what="gradients", overflow=True, detail="fp16 gradients overflowed")
+        # A synchronised norm makes every forward a collective: then ranks cannot look alone.
+        module = None if self._has_sync_norm else self._local
+        problem = nonfinite.locate(module, parts, self._precision, sums.local, self.world)
+        if self.options["nonfinite"] == "stop":
+            raise problem.error(self.steps_done + 1)
+        return problem
+
+    def _update(self) -> None:
+        scaler = self._precision.scaler
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)  # does nothing where the gradients overflowed
+            scaler.update()
+
+    def _leave_alone(self, saved_buffers: Mapping[str, Tensor]) -> None:
+        """Undo what the forward of a skipped step left behind."""
+        if self._precision.scaler is not None:
+            self._precision.scaler.update()
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(saved_buffers[name])
+
+    def _copy_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    def _set_lr(self) -> float:
+        schedule = self.options["schedule"]
+        if schedule is not None and not isinstance(schedule, LRScheduler):
+            factor = schedule(self.steps_done)
+            for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+                group["lr"] = base * factor
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, with equal buffers on all ranks; put back afterwards."""
+        if self.world.size > 1:
+            sync_buffers(self.model)
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def evaluate(self, batch: Any) -> list[Evaluated]:
+        """This rank's share of an evaluation batch through the model, microbatch by microbatch.
+
+        To be called inside :meth:`evaluating`; nothing is exchanged between ranks.
+        """
+        results = []
+        for part in split(batch, self.options["microbatch"]) if batch_size(batch) else ():
+            on_device = move(part, self.device, self._precision.batch_dtype)
+            with self._precision.forward():
+                term = self._local(on_device, self._local.items(part))
+            results.append(Evaluated(on_device, batch_size(part), term))
+        return results
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a later engine needs to go on: model, optimizer, scaler, schedule, step."""
+        schedule, scaler = self.options["schedule"], self._precision.scaler
+        return {
+            "step": self.steps_done,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "schedule": schedule.state_dict() if isinstance(schedule, LRScheduler) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        schedule, scaler = self.options["schedule"], self._precision.scaler
+        if scaler is not None and state["scaler"] is not None:
+            scaler.load_state_dict(state["scaler"])
+        if isinstance(schedule, LRScheduler) and state["schedule"] is not None:
+            schedule.load_state_dict(state["schedule"])
+        self.steps_done = state["step"]
+
+
+class _Sums(NamedTuple):
+    """Loss sum, item count and sample count of a step: this rank's, and the world's."""
+
+    local: Tensor
+    world: Tensor
+    divisor: Tensor  # what each part of the loss was divided by
+
+
+class Evaluated(NamedTuple):
+    """One evaluation microbatch: the batch on its device, its size, its loss and model output."""
+
+    batch: Any
+    samples: int
+    term: Term
+
+
+def _check(model: nn.Module, options: EngineOptions) -> None:
+    if not isinstance(model, nn.Module):
+        raise TrainingError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TrainingError(
+            f"{type(model).__name__} has no parameter that requires a gradient: nothing to train."
+        )
+    microbatch = options["microbatch"]
+    if microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1):
+        raise TrainingError(
+            f"microbatch={microbatch!r} must be a whole number of samples, 1 or more."
+        )
+    for name in ("clip_norm", "clip_value"):
+        bound = options[name]  # type: ignore[literal-required]
+        if bound is not None and not bound > 0:
+            raise TrainingError(
+                f"{name}={bound!r} must be greater than 0, or None for no clipping."
+            )
+    if options["nonfinite"] not in ("stop", "skip", "ignore"):
+        raise TrainingError(
+            f"nonfinite={options['nonfinite']!r} must be 'stop', 'skip' or 'ignore'."
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TrainingError(
+            "LBFGS evaluates the loss several times a step, which Engine.step does not do. Use an "
+            "optimizer that needs one gradient a step, such as AdamW or SGD."
+        )
+    known = {id(p) for p in model.parameters()}
+    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise TrainingError(
+            f"{strangers} of the optimizer's parameters do not belong to the model. Make the "
+            "optimizer from this model's parameters(), after any change to the model."
+        )

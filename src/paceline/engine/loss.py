@@ -1,0 +1,217 @@
+"""From a model and a batch to a loss that can be added up over microbatches and ranks.
+
+Whatever a user's loss looks like, it becomes a :class:`Term`: a sum over some items, and how many
+items that was. The mean over the global batch is then the sum of the sums over the sum of the
+counts, whatever way the batch was cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.engine.batch import batch_size
+from paceline.errors import LossError
+
+LossFunction = Callable[..., Any]
+IGNORED_LABEL = -100  # torch's and Hugging Face's mark for a label that is padding
+
+
+class Term(NamedTuple):
+    """``total / count`` is the mean loss of a microbatch; ``total`` carries the gradient."""
+
+    total: Tensor
+    count: Tensor | int
+    output: Any
+
+
+class LossModule(nn.Module):
+    """Model and loss as one module: ``forward(microbatch)`` gives a :class:`Term`.
+
+    It is what the parallel wrappers wrap, so that a rank without samples can take part in a step
+    (see :meth:`nothing`) and so that what leaves the wrapper is the loss itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        count: Callable[[Any], int | Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        if loss is not None and forward is not None:
+            raise LossError(
+                "both loss= and forward= are given. Pass loss=f, called as f(output, target), or "
+                "forward=f, called as f(model, batch) and returning the loss: not both."
+            )
+        self.model = model
+        self.loss = _summing(loss) if loss is not None else None
+        self.custom_forward = forward
+        self.custom_count = count
+
+    def forward(self, batch: Any, items: int) -> Term:
+        """The loss of one microbatch, whose mean, if it is one, runs over ``items`` items.
+
+        With no items the batch is not looked at: see :meth:`nothing`.
+        """
+        if items == 0:
+            return self.nothing()
+        if self.custom_forward is not None:
+            output: Any = None
+            value = self.custom_forward(self.model, batch)
+        else:
+            output = call_model(self.model, batch, all_keys=self.loss is None)
+            value = own_loss(output) if self.loss is None else self.loss(output, target_of(batch))
+        if isinstance(value, tuple) and len(value) == 2:
+            total, count = value
+            _check_scalar(total)
+            return Term(total, count, output)
+        _check_scalar(value)
+        return Term(value * items, items, output)
+
+    def nothing(self) -> Term:
+        """The term of a microbatch without samples: zero, with zero gradients, touching no data."""
+        first = next(p for p in self.model.parameters() if p.requires_grad)
+        # The sum over no elements: zero even where the parameter holds NaN or Inf.
+        return Term(first.flatten()[:0].sum(), 0, None)
+
+    def items(self, batch: Any) -> int:
+        """Over how many items the loss of ``batch`` is a mean, unless it returns a count itself.
+
+        These are the samples, or, for a Hugging Face model that computes its own loss, the labels
+        that are not padding. Called before the batch goes to its device, so that it costs no wait.
+        """
+        if self.custom_count is not None:
+            return int(self.custom_count(batch))
+        if self.loss is None and self.custom_forward is None:
+            labels = _labels_seen_by(self.model, batch)
+            if labels is not None:
+                return int((labels != IGNORED_LABEL).sum())
+        return batch_size(batch)
+
+
+def call_model(model: nn.Module, batch: Any, *, all_keys: bool) -> Any:
+    """Call ``model`` the way its batch suggests.
+
+    A mapping becomes keyword arguments: all of them when the model computes its own loss,
+    otherwise those that ``forward`` names. Of a tuple or list, everything goes in when the model
+    computes its own loss, otherwise all but the last, which is the target. Anything else is the
+    one argument.
+    """
+    if isinstance(batch, Mapping):
+        names = None if all_keys else _forward_names(model)
+        return model(**{k: v for k, v in batch.items() if names is None or k in names})
+    if isinstance(batch, tuple | list):
+        return model(*(batch if all_keys or len(batch) == 1 else batch[:-1]))
+    return model(batch)
+
+
+def target_of(batch: Any) -> Any:
+    """What a loss function compares the output with: the last of a tuple, else the whole batch."""
+    return batch[-1] if isinstance(batch, tuple | list) else batch
+
+
+def own_loss(output: Any) -> Any:
+    """The loss in the output of a model that computes its own."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple) and len(output) == 2 and not hasattr(output, "_fields"):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None:
+        raise LossError(
+            f"no loss function was given, and the model's output ({type(output).__name__}) holds "
+            "no loss. Pass loss=, or return the loss from the model (a scalar, a (sum, count) "
+            "pair, or an output with .loss; Hugging Face models do so when the batch has 'labels')."
+        )
+    return found
+
+
+class _SumAndCount:
+    """A loss that returns ``(sum, count)``, made from one of torch's that returns the mean."""
+
+    def __init__(self, loss: LossFunction, count: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.loss, self.count = loss, count
+
+    def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return self.loss(output, target), self.count(output, target)
+
+
+def _summing(loss: LossFunction) -> LossFunction:
+    """``loss``; where torch says what its mean runs over, in the form that returns sum and count.
+
+    Cross-entropy leaves out ignored targets and may weight classes: its mean over a microbatch is
+    not a mean over samples, so the true mean over the global batch needs the sums and the counts.
+    """
+    reduction = getattr(loss, "reduction", "mean")
+    if reduction != "mean":
+        raise LossError(
+            f"{type(loss).__name__}(reduction={reduction!r}) cannot be averaged over the global "
+            "batch: its count is unknown. Use reduction='mean', or a function that returns "
+            "(sum, count)."
+        )
+    if loss in (F.cross_entropy, F.nll_loss):
+        return _SumAndCount(
+            functools.partial(loss, reduction="sum"),
+            functools.partial(_targets, weight=None, ignored=IGNORED_LABEL),
+        )
+    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
+        summed: Any = copy.copy(loss)
+        summed.reduction = "sum"
+
+        def count(output: Tensor, target: Tensor) -> Tensor:
+            return _targets(output, target, weight=summed.weight, ignored=summed.ignore_index)
+
+        return _SumAndCount(summed, count)
+    return loss
+
+
+def _targets(output: Tensor, target: Tensor, *, weight: Tensor | None, ignored: int) -> Tensor:
+    """What cross-entropy's mean divides by: kept targets, or the weights of their classes."""
+    if target.is_floating_point():  # class probabilities: one per position, none ignored
+        return torch.tensor(target.numel() // max(output.shape[-1 if output.ndim == 1 else 1], 1))
+    kept = target != ignored
+    if weight is None:
+        return kept.sum()
+    return weight.to(target.device)[target.masked_fill(~kept, 0)].mul(kept).sum()
+
+
+def _labels_seen_by(model: nn.Module, batch: Any) -> Tensor | None:
+    """The labels over which a Hugging Face model averages its own loss, if that is what it is."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not hasattr(model, "config"):
+        return None
+    # A causal model predicts each label from the position before it, so the first is never used.
+    # Transformers names the kind of loss in `loss_type`; None means its default, which is causal.
+    kind = getattr(model, "loss_type", None)
+    causal = kind is None or "CausalLM" in str(kind)
+    encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
+    return labels[..., 1:] if causal and not encoder_decoder and labels.ndim > 1 else labels
+
+
+def _forward_names(model: nn.Module) -> set[str] | None:
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters}
+
+
+def _check_scalar(value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise LossError(
+            f"the loss is a {type(value).__name__}, not a tensor. Return a scalar tensor (the "
+            "mean over the samples) or a pair (sum, count)."
+        )
+    if value.ndim > 0 and value.numel() != 1:
+        raise LossError(
+            f"the loss has shape {tuple(value.shape)}, but one number is needed. Return the mean "
+            "over the samples, or a pair (sum, count) for a mean over tokens."
+        )

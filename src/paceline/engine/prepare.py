@@ -1,0 +1,119 @@
+"""For people who keep their own ``loss.backward()`` loop: the parts, spread over the world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.data import Loader, Share, from_dataloader
+from paceline.engine.batch import batch_size, move, placeholder
+from paceline.errors import DataError, TrainingError
+from paceline.layout import Layout
+from paceline.parallel.compose import spread
+from paceline.parallel.replicate import sync_buffers
+from paceline.world import World
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Loader | DataLoader[Any] | None = None,
+    *,
+    layout: str | Layout = "auto",
+    seed: int = 0,
+) -> tuple[nn.Module, Optimizer, PreparedLoader | None]:
+    """Spread ``model`` and ``loader`` over the world; train them by your own loop.
+
+    The returned model averages its gradients over the ranks during ``backward()``, weighted by
+    how many samples each rank had, so with a loss that is a mean over samples the gradient is that
+    of the global batch, the short last one included. Use ``model.no_sync()`` around the backwards
+    of an accumulation but the last; there the weights are those of the last batch.
+
+    The returned loader yields this rank's share of each global batch, on its device. A torch
+    ``DataLoader``'s batch size is taken as the *global* batch. ``seed`` orders its samples.
+
+    Clipping, precision and loss averaging stay yours: :class:`paceline.Engine` does them for you.
+    """
+    if not isinstance(model, nn.Module):
+        raise TrainingError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    world = World.current()
+    layout = Layout.parse(layout, world_size=world.size)
+    layout.check_world(world.size)
+    model.to(world.device)
+    prepared = None if loader is None else PreparedLoader(_as_loader(loader, seed), model, world)
+    wrapped = spread(model, layout, world.device)
+    if isinstance(wrapped, DistributedDataParallel):
+        wrapped.register_comm_hook(_Weights(prepared, world.size), _average_by_samples)
+    return wrapped, optimizer, prepared
+
+
+class PreparedLoader:
+    """A loader for a hand-written loop: batches on the device, never without a sample."""
+
+    def __init__(self, loader: Loader, model: nn.Module, world: World) -> None:
+        self.loader = loader
+        self._model = model
+        self._world = world
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            if self._world.size > 1:
+                sync_buffers(self._model)
+            # A rank without samples still has to run its backward: it gets one sample of zeros,
+            # whose gradient counts for nothing.
+            own = batch if batch_size(batch) else placeholder(batch)
+            yield move(own, self._world.device)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def share(self) -> Share | None:
+        """How many samples of the last global batch this rank had, and how many there were."""
+        return self.loader.share
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the global order."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position."""
+        self.loader.load_state_dict(state)
+
+
+class _Weights:
+    """What the gradient hook needs to know: this rank's part of the batch just drawn."""
+
+    def __init__(self, loader: PreparedLoader | None, world_size: int) -> None:
+        self.loader = loader
+        self.world_size = world_size
+
+    def own(self) -> float:
+        share = None if self.loader is None else self.loader.share
+        return 1 / self.world_size if share is None else share.samples / share.global_samples
+
+
+def _average_by_samples(weights: _Weights, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    weight = weights.own()
+    # A placeholder's gradient may be NaN, and NaN times zero is NaN.
+    buffer = bucket.buffer().mul_(weight) if weight else bucket.buffer().zero_()
+    future = dist.all_reduce(buffer, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+def _as_loader(loader: Loader | DataLoader[Any], seed: int) -> Loader:
+    if isinstance(loader, Loader):
+        return loader
+    if isinstance(loader, DataLoader):
+        return from_dataloader(loader, seed=seed)
+    raise DataError(
+        f"loader must come from paceline.loader(...) or be a torch DataLoader, not "
+        f"{type(loader).__name__}."
+    )

@@ -1,0 +1,89 @@
+"""Where the output of ranks goes: a log per rank, and rank 0's on the console as it comes."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+_POLL_SECONDS = 0.05
+_CHUNK = 1 << 16
+
+
+def attempt_folder(log_dir: Path, attempt: int) -> Path:
+    """The folder with the logs of the ``attempt``-th start of the ranks, counted from 0."""
+    return log_dir if attempt == 0 else log_dir / f"attempt{attempt}"
+
+
+def next_attempt(log_dir: Path) -> int:
+    """The first attempt that has left no log yet: a resumed run must not overwrite earlier logs."""
+    attempt = 0
+    while any(attempt_folder(log_dir, attempt).glob("rank*.log")):
+        attempt += 1
+    return attempt
+
+
+class Relay:
+    """Passes a growing log on to ``show`` as it is written, in a thread.
+
+    Stops at the quiet point if the rank writes one (a file that holds an offset): what follows is
+    a traceback that the launcher shows itself.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, log: Path, quiet_point: Path) -> None:
+        """Start passing on ``log``; the one followed before is passed on to its end first."""
+        self.finish()
+        self._ended.clear()
+        self._thread = threading.Thread(
+            target=self._pass_on, args=(log, quiet_point), name="paceline-relay", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Pass on what is left and stop."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _pass_on(self, log: Path, quiet_point: Path) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        sent = 0
+        with open(log, "rb", buffering=0) as file:
+            while True:
+                ended = self._ended.is_set()  # before the read: nothing comes after it
+                chunk = file.read(_CHUNK)
+                if not chunk:
+                    if ended:
+                        return
+                    self._ended.wait(_POLL_SECONDS)
+                    continue
+                # The quiet point is written before what it silences, so a chunk that holds any
+                # of that is read after the point can be seen.
+                limit = _read_offset(quiet_point)
+                if limit is not None:
+                    chunk = chunk[: max(0, limit - sent)]
+                sent += len(chunk)
+                if chunk:
+                    self._show(decoder.decode(chunk))
+
+
+def _read_offset(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def usable_cores() -> int:
+    """How many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

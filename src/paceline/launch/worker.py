@@ -1,0 +1,213 @@
+"""What each rank runs: ``python -m paceline.launch.worker`` followed by one of
+
+- ``script FILE ARGS…``   a script, as ``python FILE ARGS…`` would run it;
+- ``-m MODULE ARGS…``     a module, as ``python -m MODULE ARGS…`` would run it;
+- ``--call PAYLOAD``      a function that :func:`paceline.launch.local.call` put there.
+
+Around it: the rank dies with its launcher, both output streams go to one log in the order they
+were written, and an error is recorded with its traceback before the rank leaves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from paceline.errors import LaunchError
+
+# Set by the launcher, see agent.py.
+LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
+LOG_FILE = "PACELINE_LOG_FILE"
+
+_PR_SET_PDEATHSIG = 1
+_PARENT_CHECK_SECONDS = 0.5
+# What a collective says when the other side is gone. Gloo raises plain RuntimeErrors, so their
+# text is all there is to tell them from an error of the rank's own.
+_LOST_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "gloo/transport/",
+)
+
+
+def main(arguments: list[str]) -> None:
+    """Run one rank."""
+    _die_with_launcher()
+    _one_log_for_both_streams()
+    # The import takes seconds. A Ctrl-C in the middle of it has nothing to save: leave at once.
+    handlers = {s: signal.signal(s, _leave) for s in (signal.SIGINT, signal.SIGTERM)}
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    class Handler(ErrorHandler):
+        """Writes what :func:`paceline.launch.failure.read_error` reads."""
+
+        def record_exception(self, e: BaseException) -> None:
+            _write_error(self._get_error_file_path(), e)
+
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    try:
+        record(_run, error_handler=Handler())(arguments)
+    except Exception as error:
+        sys.excepthook(type(error), error, _own_frames(error.__traceback__))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _write_quiet_point(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        raise
+
+
+def _run(arguments: list[str]) -> None:
+    kind, target, *rest = arguments
+    if kind == "script":
+        sys.argv = [target, *rest]
+        sys.path.insert(0, str(Path(target).resolve().parent))
+        # Python makes __file__ of a script absolute, runpy does not.
+        runpy.run_path(os.path.abspath(target), run_name="__main__")
+    elif kind == "-m":
+        sys.argv = [target, *rest]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif kind == "--call":
+        _call(Path(target))
+    else:
+        raise ValueError(f"worker: {kind!r} must be script, -m or --call.")
+
+
+def _call(folder: Path) -> None:
+    """Load the function, run it, and leave rank 0's return value beside it."""
+    caller = json.loads((folder / "caller.json").read_text())
+    sys.path[:] = caller["path"]
+    sys.argv = caller["argv"]
+    import cloudpickle
+
+    try:
+        function = cloudpickle.loads((folder / "function.pkl").read_bytes())
+    except Exception as error:
+        raise LaunchError(
+            f"this rank could not load what the caller sent it ({_summary(error)}). Modules that "
+            "the function, its model or its data come from must be importable here as well."
+        ) from error
+    value = function()
+    if os.environ["RANK"] == "0":
+        part = folder / "value.part"
+        part.write_bytes(cloudpickle.dumps(value))
+        part.rename(folder / "value.pkl")
+
+
+def _die_with_launcher() -> None:
+    """No rank outlives its launcher, not even one killed by SIGKILL."""
+    launcher = int(os.environ[LAUNCHER_PID])
+    if sys.platform == "linux":
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    else:
+        threading.Thread(target=_watch_parent, args=(launcher,), daemon=True).start()
+    if os.getppid() != launcher:  # it died before we asked to be told
+        os._exit(1)
+
+
+def _watch_parent(launcher: int) -> NoReturn:
+    while os.getppid() == launcher:
+        time.sleep(_PARENT_CHECK_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def _one_log_for_both_streams() -> None:
+    # The agent opened the log once per stream, each with its own idea of where the end is: both
+    # streams must append for their lines to keep their order.
+    log = os.open(os.environ[LOG_FILE], os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    os._exit(128 + signum)
+
+
+def _write_error(path: str | None, error: BaseException) -> None:
+    """Write the error file that the agent and :mod:`paceline.launch.failure` read."""
+    if not path:
+        return
+    now = time.time()
+    report = {
+        # The agent's own format…
+        "message": {
+            "message": _summary(error),
+            "extraInfo": {"py_callstack": _traceback(error), "timestamp": str(int(now))},
+        },
+        # … and what it lacks.
+        "time": now,
+        "lost_peer": _says_peer_is_lost(error),
+    }
+    _write_quiet_point(path)
+    part = f"{path}.part"
+    Path(part).write_text(json.dumps(report), encoding="utf-8")
+    os.rename(part, path)  # the launcher never sees half a report
+
+
+def _write_quiet_point(error_file: str | None) -> None:
+    """Note how far this rank's output goes that the console should still show.
+
+    Written before the traceback goes to the log: the launcher shows that one itself, at the end.
+    """
+    if not error_file:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    part = f"{error_file}.quiet.part"
+    Path(part).write_text(str(os.path.getsize(os.environ[LOG_FILE])))
+    os.rename(part, f"{error_file}.quiet")
+
+
+def _summary(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _traceback(error: BaseException) -> str:
+    shown = error.with_traceback(_own_frames(error.__traceback__))
+    return "".join(traceback.format_exception(shown)).rstrip()
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this file, torch's recorder and runpy at its top."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file not in ours and not file.endswith("elastic/multiprocessing/errors/__init__.py"):
+            break
+        trace = trace.tb_next
+    return trace
+
+
+def _says_peer_is_lost(error: BaseException) -> bool:
+    """Whether an error, or one that led to it, only tells that another rank is gone."""
+    from torch.distributed import DistError
+
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        if isinstance(link, DistError):
+            return True
+        if isinstance(link, RuntimeError) and any(t in str(link) for t in _LOST_PEER_TEXTS):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""Batch normalisation over the samples of all ranks, on any device.
+
+torch's own ``SyncBatchNorm`` refuses CPU modules and would count the placeholder of a rank whose
+share is empty; this one does neither. Its statistics are those of one process that sees every
+rank's microbatch at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class SyncBatchNorm(nn.Module):
+    """Takes the place, the parameters and the buffers of a ``BatchNorm{1,2,3}d``."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        norm = cast(nn.BatchNorm2d, source)
+        self.eps = norm.eps
+        self.momentum = norm.momentum
+        # The same Parameter objects: an optimizer that holds them keeps working.
+        self.weight = norm.weight
+        self.bias = norm.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(norm, name))
+        self.training = norm.training
+        # Switched off while a rank runs a placeholder instead of samples of its own.
+        self.contributes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``(batch, channels, ...)`` over all dimensions but the channels'."""
+        use_batch = self.training or self.running_mean is None
+        if not use_batch or not (dist.is_initialized() and self.training):
+            return self._local(x, use_batch)
+        weight = self.weight if self.weight is not None else x.new_ones(x.shape[1])
+        bias = self.bias if self.bias is not None else x.new_zeros(x.shape[1])
+        y, mean, var, count = _Normalise.apply(x, weight, bias, self.eps, self.contributes)
+        self._track(mean, var, count)
+        return y
+
+    def _local(self, x: Tensor, use_batch: bool) -> Tensor:
+        momentum = self._momentum() if self.training else 0.0
+        return F.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            use_batch,
+            momentum,
+            self.eps,
+        )
+
+    def _momentum(self) -> float:
+        """The weight of this batch in the running statistics; counts the batch."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # a cumulative average
+                return 1.0 / float(self.num_batches_tracked)
+        return self.momentum if self.momentum is not None else 0.0
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        momentum = self._momentum()
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _Normalise(torch.autograd.Function):
+    """One collective each way: the ranks' counts, means and squared deviations; and two sums."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, contributes: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = x if x.dtype == torch.float64 else x.float()
+        dims = [d for d in range(x.ndim) if d != 1]
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        items = x.numel() // x.shape[1] if contributes else 0
+        local_var, local_mean = torch.var_mean(wide, dims, correction=0)
+        packed = torch.cat([local_mean, local_var, local_mean.new_tensor([items])])
+        if not contributes:
+            packed.zero_()
+        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, packed)
+        means, variances, counts = torch.stack(gathered).split([x.shape[1], x.shape[1], 1], dim=1)
+        count = counts.sum()
+        mean = (means * counts).sum(0) / count
+        # Combining deviations from each rank's own mean loses no digits to cancellation.
+        var = ((variances + (means - mean) ** 2) * counts).sum(0) / count
+        scale = torch.rsqrt(var + eps)
+        normal = (wide - mean.view(shape)) * scale.view(shape)
+        y = normal * weight.view(shape) + bias.view(shape)
+        ctx.save_for_backward(normal, weight, scale, count)
+        ctx.dims, ctx.shape = dims, shape
+        ctx.mark_non_differentiable(mean, var, count)
+        return y.to(x.dtype), mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        normal, weight, scale, count = ctx.saved_tensors
+        grad = grads[0].to(normal.dtype)
+        grad_bias = grad.sum(ctx.dims)
+        grad_weight = (grad * normal).sum(ctx.dims)
+        sums = torch.stack([grad_bias, grad_weight])
+        dist.all_reduce(sums)
+        mean_grad, mean_product = (sums / count).unbind(0)
+        shape = ctx.shape
+        grad_x = (grad - mean_grad.view(shape) - normal * mean_product.view(shape)) * (
+            scale * weight
+        ).view(shape)
+        return (
+            grad_x.to(grads[0].dtype),
+            grad_weight.to(weight.dtype),
+            grad_bias.to(weight.dtype),
+            None,
+            None,
+        )
+
+
+def convert(model: nn.Module) -> nn.Module:
+    """``model`` with every BatchNorm in it replaced; the model itself may be one."""
+    if isinstance(model, _BATCH_NORMS):
+        return SyncBatchNorm(model)
+    for name, child in model.named_children():
+        replacement = convert(child)
+        if replacement is not child:
+            setattr(model, name, replacement)
+    return model
+
+
+def set_contributes(model: nn.Module, contributes: bool) -> bool:
+    """Say whether this rank's input counts; false when ``model`` has no synchronised norm."""
+    norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+    for norm in norms:
+        norm.contributes = contributes
+    return bool(norms)

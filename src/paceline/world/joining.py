@@ -1,0 +1,178 @@
+"""How a process joins its world: which device, which backend, and meeting the other ranks."""
+
+from __future__ import annotations
+
+import json
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import WorldError
+from paceline.launch.environment import Environment
+
+BACKENDS = ("auto", "gloo", "nccl")
+
+# One store per meeting place, kept for the life of the process: rank 0 may serve it, and a world
+# that is closed and joined again must not find its peers still talking to a dead server.
+_stores: dict[tuple[str, int, int], dist.Store] = {}
+_worlds_joined: dict[tuple[str, int, int], int] = {}
+
+
+def choose_device(device: str | torch.device, backend: str, place: Environment) -> torch.device:
+    """The device of this rank; ``auto`` is its own GPU where there is one, else the CPU."""
+    if device == "auto":
+        if backend != "gloo" and torch.cuda.is_available():
+            return _own_gpu(place)
+        return torch.device("cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise WorldError(
+            f"device={device!r} is not a device: use 'auto', 'cpu', 'cuda' or 'cuda:0'."
+        ) from error
+    if chosen.type != "cuda":
+        return chosen
+    if not torch.cuda.is_available():
+        raise WorldError(
+            f"device={str(device)!r} but torch finds no CUDA device here. Use device='cpu', or "
+            "install a CUDA build of torch on a machine with a GPU."
+        )
+    if chosen.index is None:
+        return _own_gpu(place)
+    if chosen.index >= torch.cuda.device_count():
+        raise WorldError(
+            f"device={str(device)!r} but this machine has {torch.cuda.device_count()} GPUs: the "
+            f"last one is cuda:{torch.cuda.device_count() - 1}."
+        )
+    return chosen
+
+
+def _own_gpu(place: Environment) -> torch.device:
+    gpus = torch.cuda.device_count()
+    if place.local_size > gpus:
+        raise WorldError(
+            f"{place.local_size} ranks on this machine but only {gpus} GPU(s): each rank needs "
+            f"its own. Start {gpus} ranks or fewer, use device='cpu', or let ranks share a GPU "
+            "with World.init(backend='gloo', device='cuda:0')."
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def choose_backend(backend: str, device: torch.device) -> str:
+    """``nccl`` for CUDA and ``gloo`` for the rest, unless asked otherwise."""
+    if backend not in BACKENDS:
+        raise WorldError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}.")
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    if backend == "nccl":
+        if device.type != "cuda":
+            raise WorldError(
+                f"backend='nccl' needs a CUDA device but this rank's device is {device} "
+                f"(CUDA available: {torch.cuda.is_available()}). Use backend='gloo' or 'auto'."
+            )
+        if not dist.is_nccl_available():
+            raise WorldError("backend='nccl' but this build of torch has no NCCL. Use 'gloo'.")
+    return backend
+
+
+def join(place: Environment, backend: str, device: torch.device, timeout: timedelta) -> dist.Store:
+    """Meet the other ranks and make the default process group; returns the world's store."""
+    base = _connect(place, timeout)
+    key = _meeting_place(place)
+    count = _worlds_joined[key] = _worlds_joined.get(key, 0) + 1
+    # Each world of this process has its own part of the store: nothing is left over from the last.
+    store = dist.PrefixStore(f"paceline/{place.restart_count}/{count}", base)
+    _wait_for_everyone(store, place, backend, timeout)
+    # A CUDA world also gets Gloo, so that CPU tensors can be reduced without touching the GPU.
+    torch_backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+    try:
+        dist.init_process_group(
+            torch_backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(
+            f"rank {place.rank} of {place.size} met the others at {place.address}:{place.port} "
+            f"but {torch_backend} could not connect them: {_first_line(error)}"
+        ) from error
+    return store
+
+
+def forget_stores() -> None:
+    """Drop the connections to every meeting place; for processes that live through many worlds."""
+    _stores.clear()
+    _worlds_joined.clear()
+
+
+def _meeting_place(place: Environment) -> tuple[str, int, int]:
+    assert place.address is not None and place.port is not None
+    return place.address, place.port, place.restart_count
+
+
+def _connect(place: Environment, timeout: timedelta) -> dist.Store:
+    key = _meeting_place(place)
+    if key in _stores:
+        return _stores[key]
+    address, port, _ = key
+    serves = place.rank == 0 and not place.store_is_hosted
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            place.size,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        action = "open" if serves else "reach"
+        hint = (
+            "Is the port taken by another run, or the address not this machine's?"
+            if serves
+            else "Is rank 0 running, and MASTER_ADDR/MASTER_PORT the same on every rank?"
+        )
+        raise WorldError(
+            f"rank {place.rank} of {place.size} could not {action} the meeting place "
+            f"{address}:{port} (MASTER_ADDR:MASTER_PORT) within {timeout.total_seconds():g} s. "
+            f"{hint} ({_first_line(error)})"
+        ) from error
+    _stores[key] = store
+    return store
+
+
+def _wait_for_everyone(
+    store: dist.Store, place: Environment, backend: str, timeout: timedelta
+) -> None:
+    """Every rank says who it is, so that one that is missing or differs is named, not waited for."""
+    mine = {"size": place.size, "backend": backend, "host": socket.gethostname()}
+    keys = [f"joined/{rank}" for rank in range(place.size)]
+    store.set(keys[place.rank], json.dumps(mine))
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise WorldError(
+            f"rank {place.rank} waited {timeout.total_seconds():g} s at "
+            f"{place.address}:{place.port} for {place.size} ranks; missing: {missing}. Did they "
+            "start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+        ) from error
+    others = [json.loads(value) for value in store.multi_get(keys)]
+    for name in ("size", "backend"):
+        values = [other[name] for other in others]
+        if len(set(values)) > 1:
+            raise WorldError(
+                f"ranks joined {place.address}:{place.port} with different {name}s: "
+                + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+                + ". Every rank must call World.init with the same settings."
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

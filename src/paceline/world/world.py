@@ -1,0 +1,350 @@
+"""The world: the processes of one run, and this one's place among them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import socket
+from collections.abc import Iterable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import WorldError
+from paceline.launch.environment import Environment, read_environment
+from paceline.world import agreement, joining, seeding
+from paceline.world.group import Group, backend_by_device
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds a rank waits for the others, to join and in each collective."""
+
+
+class World:
+    """The processes of one run. One process alone is a world too: nothing needs a launcher.
+
+    Join with :meth:`World.init`, as a context manager or with :meth:`close` at the end. A process
+    is in one world at a time; :meth:`World.current` finds it from anywhere.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    device: torch.device
+    backend: str
+    """``gloo`` or ``nccl``; ``none`` for a process that no launcher started."""
+    restart_count: int
+    """How often the launcher has restarted this world after a failure."""
+    everyone: Group
+    """The group of all ranks."""
+
+    _joined: ClassVar[World | None] = None
+
+    def __init__(
+        self,
+        place: Environment,
+        *,
+        device: torch.device,
+        backend: str,
+        timeout: timedelta,
+        checks: bool,
+        owns_group: bool,
+        store: dist.Store | None,
+    ) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.node, self.nodes = place.node, place.nodes
+        self.restart_count = place.restart_count
+        self.device, self.backend = device, backend
+        self.timeout, self.checks = timeout, checks
+        self._address = None if place.address is None else f"{place.address}:{place.port}"
+        self._owns_group = owns_group
+        self._store = store
+        self._pid = os.getpid()
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._closed = False
+        self.everyone = self._make_group(tuple(range(self.size)))
+
+    @classmethod
+    def init(
+        cls,
+        *,
+        backend: str = "auto",
+        device: str | torch.device = "auto",
+        timeout: float | None = None,
+        checks: bool | None = None,
+    ) -> World:
+        """Join the world the launcher describes (``RANK``, ``WORLD_SIZE``, …), or stand alone.
+
+        ``backend`` is ``auto`` (NCCL on CUDA, Gloo on CPU), ``gloo`` or ``nccl``; ``device`` is
+        ``auto`` (this rank's own GPU, else the CPU) or a device. ``timeout`` (seconds, default
+        300) bounds the wait for other ranks, here and in every collective. ``checks=False``
+        switches off the comparison of calls before each collective; it must be the same on all
+        ranks.
+
+        A process group that someone else initialised is used, and left alone on close. Joining
+        again returns the world already joined; asking it for different settings is refused.
+        """
+        if cls._joined is not None:
+            return cls._joined._require_same(backend, device, timeout, checks)
+        seconds = DEFAULT_TIMEOUT if timeout is None else timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise WorldError(f"timeout={timeout!r} must be a number of seconds above 0.")
+        limit = timedelta(seconds=seconds)
+        place = read_environment()
+        if dist.is_available() and dist.is_initialized():
+            world = cls._adopt(place, backend, device, limit, checks is not False)
+        else:
+            world = cls._join(place, backend, device, limit, checks is not False)
+        cls._joined = world
+        return world
+
+    @classmethod
+    def current(cls) -> World:
+        """The world this process has joined; joins by :meth:`World.init` when there is none."""
+        return cls._joined if cls._joined is not None else cls.init()
+
+    @classmethod
+    def _join(
+        cls,
+        place: Environment | None,
+        backend: str,
+        device: str | torch.device,
+        timeout: timedelta,
+        checks: bool,
+    ) -> World:
+        alone = place is None or place.address is None
+        place = place or _ALONE
+        chosen = joining.choose_device(device, backend, place)
+        name = joining.choose_backend(backend, chosen)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        store = None if alone else joining.join(place, name, chosen, timeout)
+        return cls(
+            place,
+            device=chosen,
+            backend="none" if alone else name,
+            timeout=timeout,
+            checks=checks,
+            owns_group=not alone,
+            store=store,
+        )
+
+    @classmethod
+    def _adopt(
+        cls,
+        place: Environment | None,
+        backend: str,
+        device: str | torch.device,
+        timeout: timedelta,
+        checks: bool,
+    ) -> World:
+        """Use the default process group that someone else made."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if place is None or (place.rank, place.size) != (rank, size):
+            # Made without a launcher's variables: on one machine, as far as anyone can tell.
+            place = Environment(rank, size, rank, size, 0, 1, None, None, 0, False)
+        backends = set(backend_by_device().values())
+        name = "nccl" if "nccl" in backends else sorted(backends)[0]
+        if backend not in ("auto", name):
+            raise WorldError(
+                f"backend={backend!r} but a process group with backend {name!r} is already "
+                "initialised. Leave backend='auto' to use it, or destroy it first."
+            )
+        chosen = joining.choose_device(device, name, place)
+        return cls(
+            place,
+            device=chosen,
+            backend=name,
+            timeout=timeout,
+            # The fake backend moves nothing, so there is nothing to compare.
+            checks=checks and name != "fake",
+            owns_group=False,
+            store=None,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that speaks and writes."""
+        return self.rank == 0
+
+    def group(self, ranks: Iterable[int]) -> Group:
+        """A group of some ranks. **Every** rank of the world must call this, members or not.
+
+        Asking twice for the same ranks gives the same group.
+        """
+        members = self._checked_ranks(ranks)
+        self._require_open("group")
+        if members not in self._groups:
+            agreement.meet(self.everyone, f"world.group({list(members)})", checks=self.checks)
+            self._make_group(members)
+        return self._groups[members]
+
+    def seed(self, seed: int) -> None:
+        """Give this rank its own random streams (torch, random, numpy), derived from ``seed``."""
+        seeding.seed_everything(seed, self.rank)
+
+    def info(self) -> dict[str, Any]:
+        """Everything there is to know about this process's place, as plain values."""
+        facts: dict[str, Any] = {
+            "rank": self.rank,
+            "size": self.size,
+            "local_rank": self.local_rank,
+            "local_size": self.local_size,
+            "node": self.node,
+            "nodes": self.nodes,
+            "device": str(self.device),
+            "backend": self.backend,
+            "address": self._address,
+            "timeout": self.timeout.total_seconds(),
+            "checks": self.checks,
+            "restart_count": self.restart_count,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+        if self.device.type == "cuda":
+            facts["gpu"] = torch.cuda.get_device_name(self.device)
+            facts["cuda"] = torch.version.cuda
+        return facts
+
+    def close(self) -> None:
+        """Leave the world: destroys the process group if this world made it. May be called twice.
+
+        The other ranks are not waited for; a collective they are still in fails.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if World._joined is self:
+            World._joined = None
+        for group in self._groups.values():
+            group.close()
+        # A forked child holds a copy of this object, not of the connections.
+        if self._pid != os.getpid() or not (dist.is_available() and dist.is_initialized()):
+            return
+        if self._owns_group:
+            dist.destroy_process_group()
+        else:
+            self._destroy_own_groups()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"World(rank={self.rank}, size={self.size}, device={self.device}, "
+            f"backend={self.backend!r})"
+        )
+
+    def _make_group(self, members: tuple[int, ...]) -> Group:
+        process_group, cpu_group = self._process_groups(members)
+        group = Group(
+            members,
+            world_rank=self.rank,
+            process_group=process_group,
+            cpu_group=cpu_group,
+            timeout=self.timeout,
+            checks=self.checks,
+        )
+        self._groups[members] = group
+        return group
+
+    def _process_groups(
+        self, members: tuple[int, ...]
+    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """Torch's group for ``members``, and the one that carries their CPU tensors."""
+        if self.backend == "none":
+            return None, None
+        if len(members) == self.size:
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(list(members), timeout=self.timeout)
+        if "cpu" in backend_by_device():
+            cpu_group = group
+        else:  # an adopted NCCL-only group: checks, objects and CPU tensors need Gloo beside it
+            cpu_group = dist.new_group(list(members), timeout=self.timeout, backend="gloo")
+        if self.rank not in members:
+            return None, None
+        return group, cpu_group
+
+    def _destroy_own_groups(self) -> None:
+        for group in self._groups.values():
+            for own in {group.process_group, group._cpu_group} - {None, dist.group.WORLD}:
+                dist.destroy_process_group(own)
+
+    def _checked_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        try:
+            members = tuple(ranks)
+        except TypeError:
+            raise WorldError(f"group({ranks!r}): give a list of ranks, such as [0, 1].") from None
+        if not members:
+            raise WorldError("group([]): a group needs at least one rank.")
+        for rank in members:
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
+                raise WorldError(
+                    f"group({list(members)}): {rank!r} is not a rank of this world of {self.size}: "
+                    f"ranks are 0 to {self.size - 1}."
+                )
+        if len(set(members)) != len(members):
+            raise WorldError(f"group({list(members)}): a rank is named more than once.")
+        return tuple(sorted(members))
+
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise WorldError(f"{call}: this world is closed. Call World.init() to join again.")
+
+    def _require_same(
+        self,
+        backend: str,
+        device: str | torch.device,
+        timeout: float | None,
+        checks: bool | None,
+    ) -> World:
+        """This world, unless what is asked differs from how it was joined."""
+        wanted = {
+            "backend": None if backend == "auto" or self.backend == "none" else backend,
+            "device": None if device == "auto" else str(device),
+            "timeout": timeout,
+            "checks": checks,
+        }
+        have = {
+            "backend": self.backend,
+            "device": str(self.device),
+            "timeout": self.timeout.total_seconds(),
+            "checks": self.checks,
+        }
+        if wanted["device"] == self.device.type:
+            wanted["device"] = None
+        for name, value in wanted.items():
+            if value is not None and value != have[name]:
+                raise WorldError(
+                    f"World.init({name}={value!r}): this process has already joined a world with "
+                    f"{name}={have[name]!r}. Close it first, or leave {name} out."
+                )
+        return self
+
+
+_ALONE = Environment(0, 1, 0, 1, 0, 1, None, None, 0, False)
+
+
+@atexit.register
+def _leave() -> None:
+    """A process that ends without close leaves quietly, and its peers learn of it at once."""
+    if World._joined is not None and World._joined._pid == os.getpid():
+        World._joined.close()
