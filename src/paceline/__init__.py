@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from paceline.engine import prepare as prepare
     from paceline.layout import Layout as Layout
     from paceline.trainer import Callback as Callback
+    from paceline.trainer import Checkpointing as Checkpointing
+    from paceline.trainer import DataOptions as DataOptions
     from paceline.trainer import EarlyStopping as EarlyStopping
+    from paceline.trainer import Evaluation as Evaluation
     from paceline.trainer import History as History
     from paceline.trainer import Trainer as Trainer
     from paceline.trainer import WholeSet as WholeSet
@@ -26,8 +29,11 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Callback": "paceline.trainer",
+    "Checkpointing": "paceline.trainer",
+    "DataOptions": "paceline.trainer",
     "EarlyStopping": "paceline.trainer",
     "Engine": "paceline.engine",
+    "Evaluation": "paceline.trainer",
     "History": "paceline.trainer",
     "Layout": "paceline.layout",
     "StepResult": "paceline.engine",

@@ -61,10 +61,11 @@ class CollectiveMismatch(WorldError):
 
 
 class NonFiniteError(PacelineError, ArithmeticError):
-    """NaN or Inf in the loss or in the gradients; ``step`` and ``ranks`` say where."""
+    """NaN or Inf: ``what`` (loss or gradients), at which ``step``, on which ``ranks``."""
 
-    def __init__(self, message: str, *, step: int, ranks: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, *, step: int, what: str, ranks: Sequence[int] = ()) -> None:
         self.step = step
+        self.what = what
         self.ranks = tuple(ranks)
         super().__init__(message)
 

@@ -136,6 +136,14 @@ class NonFinite(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Baseline(Event):
+    """The validation loss of something simpler on the same data, to hold the run's against."""
+
+    name: str
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Note(Event):
     """Something a person should read: ``level`` is ``info`` or ``warning``."""
 

@@ -1,5 +1,5 @@
 """Saving and loading the state of a run."""
 
-from paceline.checkpoint.interim import BEST, latest, read, steps, write, write_best
+from paceline.checkpoint.interim import BEST, latest, name_of, read, steps, write, write_best
 
-__all__ = ["BEST", "latest", "read", "steps", "write", "write_best"]
+__all__ = ["BEST", "latest", "name_of", "read", "steps", "write", "write_best"]

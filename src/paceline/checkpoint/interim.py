@@ -22,6 +22,11 @@ _STEP_FILE = re.compile(r"step-(\d+)\.pt")
 BEST = "best.pt"
 
 
+def name_of(step: int) -> str:
+    """The file name of the checkpoint of ``step``."""
+    return f"step-{step:09d}.pt"
+
+
 def write(
     folder: str | os.PathLike[str], step: int, state: Mapping[str, Any], *, keep: int = 2
 ) -> Path:
@@ -31,7 +36,7 @@ def write(
     removed before that.
     """
     folder = Path(folder)
-    path = folder / f"step-{step:09d}.pt"
+    path = folder / name_of(step)
     _write_file(path, state)
     for _, old in _by_step(folder)[:-keep]:
         old.unlink(missing_ok=True)

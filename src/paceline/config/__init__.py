@@ -1,0 +1,53 @@
+"""What a run is to do: a strict schema, loading with overrides, and checks before anything starts.
+
+config = load("recipes/demo.yaml", ["train.steps=100"])    # ConfigError: all problems at once
+problems = check(config)                                   # what several values break together
+print(dump(resolve(config)))                               # "auto" made explicit, as YAML
+"""
+
+from paceline.config.checks import check
+from paceline.config.devices import count_gpus
+from paceline.config.loading import load
+from paceline.config.resolving import dump, json_schema, learning_rate, resolve, summary
+from paceline.config.schedule import lr_factor, scaled_lr
+from paceline.config.schema import (
+    Batch,
+    Checkpoint,
+    Config,
+    Data,
+    Launch,
+    Mlflow,
+    Model,
+    Optimizer,
+    Schedule,
+    Target,
+    Track,
+    Train,
+)
+from paceline.config.targets import import_target
+
+__all__ = [
+    "Batch",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Launch",
+    "Mlflow",
+    "Model",
+    "Optimizer",
+    "Schedule",
+    "Target",
+    "Track",
+    "Train",
+    "check",
+    "count_gpus",
+    "dump",
+    "import_target",
+    "json_schema",
+    "learning_rate",
+    "load",
+    "lr_factor",
+    "resolve",
+    "scaled_lr",
+    "summary",
+]

@@ -109,6 +109,21 @@ _IN_SECTION = {
 """What other frameworks call a key of the same section."""
 
 
+_ACCUMULATION = "a rank's share of the batch is accumulated over microbatches of this size"
+_NOTES = {
+    "accumulate_grad_batches": _ACCUMULATION,
+    "amp": "like precision: bf16",
+    "batch_size": "samples per step over all ranks",
+    "bf16": "like precision: bf16",
+    "fp16": "like precision: fp16",
+    "grad_accum_steps": _ACCUMULATION,
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "min_lr": "a fraction of the full rate",
+    "warmup_ratio": "a number of steps",
+}
+"""What to know when the other framework's key means something slightly different."""
+
+
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
     """The class of the section that a field holds, or ``None`` for a plain value."""
     for kind in (info.annotation, *typing.get_args(info.annotation)):
@@ -166,9 +181,13 @@ def suggest(section: Path, key: str) -> Path | None:
     return leaves[near] if near in leaves else tuple(_ELSEWHERE[near].split("."))
 
 
-def unknown_key(written: str, section: Path, meant: Path | None) -> str:
-    """The text for the unknown key ``written``, which stands in ``section``."""
+def unknown_key(written: Path, section: Path, meant: Path | None) -> str:
+    """The text for the unknown key ``written``, which stands in (what was meant by) ``section``."""
+    key = ".".join(written)
     if meant is not None:
-        return f"unknown key {written!r}; did you mean {'.'.join(meant)!r}?"
+        note = _NOTES.get(written[-1])
+        return (
+            f"unknown key {key!r}; did you mean {'.'.join(meant)!r}?{f' ({note})' if note else ''}"
+        )
     where = f"{'.'.join(section)!r} has" if section else "the keys of a config are"
-    return f"unknown key {written!r}; {where} {', '.join(keys_of(section))}"
+    return f"unknown key {key!r}; {where} {', '.join(keys_of(section))}"

@@ -44,7 +44,7 @@ def load(
     try:
         config = validate(merged, sources)
     except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
+        raise ConfigError([*error.problems, *problems]) from None
     if problems:
         raise ConfigError(problems)
     return config
@@ -67,7 +67,7 @@ def _read(
     reader = python_file.read if name.endswith(".py") else yaml_file.read
     data, lines = reader(text, name)
     sources.origin = name
-    sources.places = {path: f"{name}:{line}" for path, line in lines.items()}
+    sources.add_lines(lines)
     if data is None:
         raise ConfigError(
             f"{name}: empty; write at least one key, or give no config to train the demo"

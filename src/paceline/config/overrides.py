@@ -30,9 +30,7 @@ def apply(
         except ConfigError as error:
             problems += [f"{place}: {text}" for text in error.problems]
             continue
-        for old in [old for old in sources.places if old[: len(path)] == path]:
-            del sources.places[old]
-        sources.places[path] = place
+        sources.add_override(path, place)
     return result, problems
 
 

@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 Path = tuple[str, ...]
 """The place of a key in a config: ``("train", "steps")`` is ``train.steps``."""
 
+_AFTER_EVERY_LINE = 10**9
+
 
 @dataclass
 class Sources:
-    """Maps the path of a key to where it was written: ``"x.yaml:12"`` or ``"--set train.steps=3"``.
+    """Maps the path of a key to where it was written: ``x.yaml:12`` or ``--set train.steps=3``.
 
     ``origin`` names the whole config (its file), for a problem that no single key is to blame for;
     it is empty for a config built in Python.
     """
 
     origin: str = ""
-    places: dict[Path, str] = field(default_factory=dict)
+    places: dict[Path, tuple[int, str]] = field(default_factory=dict)
 
-    def place(self, path: Path) -> str:
-        """Where ``path``, or the nearest section around it that was written, stands."""
-        for length in range(len(path), 0, -1):
+    def add_lines(self, lines: Mapping[Path, int]) -> None:
+        """Keys written in the file ``origin``, each on its line."""
+        for path, line in lines.items():
+            self.places[path] = (line, f"{self.origin}:{line}")
+
+    def add_override(self, path: Path, text: str) -> None:
+        """A value laid over ``path`` and everything below it by ``text``."""
+        for old in [old for old in self.places if old[: len(path)] == path]:
+            del self.places[old]
+        self.places[path] = (_AFTER_EVERY_LINE + len(self.places), text)
+
+    def rename(self, written: Path, meant: Path) -> None:
+        """Let ``meant`` and what is below it lead to where ``written`` stands."""
+        for old in [old for old in self.places if old[: len(written)] == written]:
+            self.places[(*meant, *old[len(written) :])] = self.places[old]
+
+    def place(self, path: Path) -> tuple[int, str]:
+        """Where ``path`` stands; if nowhere, then a key below it, else the section around it."""
+        if path in self.places:
+            return self.places[path]
+        below = [place for found, place in self.places.items() if found[: len(path)] == path]
+        if below and path:
+            return max(below)
+        for length in range(len(path) - 1, 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
-        return self.origin
+        return 0, self.origin
 
-    def message(self, path: Path, text: str) -> str:
-        """``text`` after the place that ``path`` was written at."""
-        place = self.place(path)
-        return f"{place}: {text}" if place else text
+    def messages(self, problems: Iterable[tuple[Path, str]]) -> list[str]:
+        """Each text after the place its key was written at, in the order of the file."""
+        placed = [(*self.place(path), text) for path, text in problems]
+        placed.sort(key=lambda item: item[0])
+        return [f"{place}: {text}" if place else text for _, place, text in placed]

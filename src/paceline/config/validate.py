@@ -20,14 +20,14 @@ def validate(data: Mapping[str, Any], sources: Sources) -> Config:
 
     ``sources`` says where each key was written; the config remembers it for later messages.
     """
-    problems: list[str] = []
+    problems: list[tuple[Path, str]] = []
     known = _without_unknown(data, (), (), sources, problems)
     try:
         config = Config.model_validate(known)
     except ValidationError as error:
-        problems += [sources.message(path, text) for path, text in explain(error)]
+        problems += explain(error)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(sources.messages(problems))
     config._sources = sources
     return config
 
@@ -49,7 +49,7 @@ def _explain_one(detail: ErrorDetails) -> tuple[Path, str]:
     dotted = ".".join(path)
     match detail["type"]:
         case "extra_forbidden":
-            return path, unknown_key(dotted, path[:-1], suggest(path[:-1], path[-1]))
+            return path, unknown_key(path, path[:-1], suggest(path[:-1], path[-1]))
         case "missing":
             return path, f"{dotted} is missing; it takes {expected(FIELDS[path])}"
         case "value_error":
@@ -65,7 +65,11 @@ def _explain_one(detail: ErrorDetails) -> tuple[Path, str]:
 
 
 def _without_unknown(
-    data: Mapping[str, Any], path: Path, written: Path, sources: Sources, problems: list[str]
+    data: Mapping[str, Any],
+    path: Path,
+    written: Path,
+    sources: Sources,
+    problems: list[tuple[Path, str]],
 ) -> dict[str, Any]:
     """``data`` with its unknown keys left out and each noted in ``problems``.
 
@@ -76,19 +80,12 @@ def _without_unknown(
     for key, value in data.items():
         place, meant = (*written, str(key)), (*path, str(key))
         if meant not in FIELDS:
-            right = suggest(path, str(key))
-            problems.append(sources.message(place, unknown_key(".".join(place), path, right)))
-            if (
-                right is None
-                or right[:-1] != path
-                or right[-1] in data
-                or not section_of(FIELDS[right])
-            ):
+            guess = suggest(path, str(key))
+            problems.append((place, unknown_key(place, path, guess)))
+            if guess is None or guess[:-1] != path or guess[-1] in data or not keys_of(guess):
                 continue
-            meant = right
-            # Problems of its keys are found under the right name: let that name lead to the file.
-            for old in [old for old in sources.places if old[: len(place)] == place]:
-                sources.places[(*meant, *old[len(place) :])] = sources.places[old]
+            meant = guess
+            sources.rename(place, meant)
         if isinstance(value, Mapping) and keys_of(meant):
             value = _without_unknown(value, meant, place, sources, problems)
         known[meant[-1]] = value

@@ -138,7 +138,8 @@ class Engine:
             self.optimizer = optimizer
         else:
             self.optimizer = optimizer(self._parameters)
-        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        # As torch's schedulers do: an optimizer that was scheduled before keeps its full rate.
+        self._base_lrs = [g.setdefault("initial_lr", g["lr"]) for g in self.optimizer.param_groups]
 
     def step(self, batch: Any) -> StepResult:
         """One optimizer step over the global batch of which ``batch`` is this rank's share.

@@ -32,6 +32,7 @@ class Problem:
             f"step {step}: {self.detail}. The parameters were not updated. Look at the data of "
             "this step and at the learning rate, or pass nonfinite='skip' to leave such steps out.",
             step=step,
+            what=self.what,
             ranks=self.ranks,
         )
 

@@ -16,7 +16,9 @@ from paceline.errors import WorldError
 # address that clusters export everywhere, not a place in a world.
 _MEMBERSHIP = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _LOOPBACK = ("localhost", "::1")
-_NEXT_STEP = "Start the script with torchrun or `paceline train --script`, or unset these variables."
+_NEXT_STEP = (
+    "Start the script with torchrun or `paceline train --script`, or unset these variables."
+)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +71,11 @@ class Relay:
                     chunk = chunk[: max(0, limit - sent)]
                 sent += len(chunk)
                 if chunk:
-                    self._show(decoder.decode(chunk))
+                    try:
+                        self._show(decoder.decode(chunk))
+                    except (OSError, ValueError):
+                        # The console is gone (closed pipe, hung-up terminal): the run is not.
+                        return
 
 
 def _read_offset(path: Path) -> int | None:
@@ -80,10 +83,3 @@ def _read_offset(path: Path) -> int | None:
         return int(path.read_text())
     except FileNotFoundError:
         return None
-
-
-def usable_cores() -> int:
-    """How many processor cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

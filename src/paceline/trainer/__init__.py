@@ -1,0 +1,18 @@
+"""The trainer: fit, evaluate, callbacks, stopping, resume."""
+
+from paceline.trainer.callbacks import Callback, EarlyStopping
+from paceline.trainer.evaluate import WholeSet
+from paceline.trainer.history import History
+from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
+from paceline.trainer.trainer import Trainer
+
+__all__ = [
+    "Callback",
+    "Checkpointing",
+    "DataOptions",
+    "EarlyStopping",
+    "Evaluation",
+    "History",
+    "Trainer",
+    "WholeSet",
+]

@@ -108,12 +108,8 @@ def _all_gather(
     return everyone
 
 
-def _exchange_words(
-    group: Group, said: str, call: str, timeout: timedelta | None
-) -> list[str]:
+def _exchange_words(group: Group, said: str, call: str, timeout: timedelta | None) -> list[str]:
     data = said.encode()[:_WORDS].ljust(_WORDS, b"\0")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     everyone = _all_gather(group, mine, call, timeout)
-    return [
-        bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in everyone
-    ]
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in everyone]

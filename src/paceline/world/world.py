@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from paceline.errors import WorldError
+from paceline.errors import CollectiveMismatch, WorldError
 from paceline.launch.environment import Environment, read_environment
 from paceline.world import agreement, joining, seeding
 from paceline.world.group import Group, backend_by_device
@@ -69,6 +69,7 @@ class World:
         self._pid = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
         self._closed = False
+        self._barriers = 0
         self.everyone = self._make_group(tuple(range(self.size)))
 
     @classmethod
@@ -252,6 +253,40 @@ class World:
             f"backend={self.backend!r})"
         )
 
+    def wait_at_barrier(
+        self, group: Group, timeout: timedelta | None, problem: WorldError | None
+    ) -> None:
+        """What :func:`collectives.barrier` does: meets, and knows who is missing if it cannot."""
+        name = "barrier" if group is self.everyone else f"barrier of {list(group.ranks)}"
+        if self._store is None or group.size == 1:
+            agreement.meet(group, name, checks=True, problem=problem, timeout=timeout)
+            return
+        self._barriers += 1
+        keys = [f"{name}/{self._barriers}/{rank}" for rank in group.ranks]
+        with agreement.explained(group, name):
+            self._store.set(keys[group.rank], "here")
+        try:
+            agreement.meet(group, name, checks=True, problem=problem, timeout=timeout)
+        except CollectiveMismatch:
+            raise
+        except WorldError as error:
+            missing = self._missing(group, keys)
+            if missing:
+                raise WorldError(f"{error} Ranks that did not come: {missing}.") from error
+            raise
+        self._store.delete_key(keys[group.rank])
+
+    def _missing(self, group: Group, keys: list[str]) -> list[int]:
+        assert self._store is not None
+        try:
+            return [
+                rank
+                for rank, key in zip(group.ranks, keys, strict=True)
+                if not self._store.check([key])
+            ]
+        except RuntimeError:  # rank 0, which may serve the store, is gone as well
+            return []
+
     def _make_group(self, members: tuple[int, ...]) -> Group:
         process_group, cpu_group = self._process_groups(members)
         group = Group(
@@ -338,6 +373,18 @@ class World:
                     f"{name}={have[name]!r}. Close it first, or leave {name} out."
                 )
         return self
+
+
+def resolve_group(group: Group | None, call: str) -> Group:
+    """The group a collective runs on: everyone by default; refused where this rank is no member."""
+    if group is None:
+        group = World.current().everyone
+    elif not isinstance(group, Group):
+        raise WorldError(
+            f"{call}: group must be made by world.group([...]), not a {type(group).__name__}."
+        )
+    group.require_member(call)
+    return group
 
 
 _ALONE = Environment(0, 1, 0, 1, 0, 1, None, None, 0, False)

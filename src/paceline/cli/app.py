@@ -1,0 +1,68 @@
+"""The ``paceline`` command: which commands there are, and how their errors end.
+
+Start-up is kept short by one rule: the file of a command imports nothing but typer at its top,
+and what the command needs when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline import __version__
+from paceline.cli import config
+from paceline.errors import PacelineError, RankFailed
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    # Plain help: rich alone would take as long to import as all the rest.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Distributed training for PyTorch: any layout, the same run.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+if importlib.util.find_spec("paceline.cli.train") is not None:
+    from paceline.cli.train import train
+
+    app.command()(train)
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Run the command line; errors that Paceline raises on purpose end as text, not traceback."""
+    try:
+        app()
+    except PacelineError as error:
+        print(error, file=sys.stderr)
+        sys.exit(exit_status(error))
+
+
+def exit_status(error: PacelineError) -> int:
+    """2 for a mistake of the user's, the rank's own status for a failed rank, else 1."""
+    if isinstance(error, RankFailed):
+        # A shell reports a process killed by signal n as 128 + n.
+        return 128 - error.exit_code if error.exit_code < 0 else error.exit_code or 1
+    return 2 if isinstance(error, ValueError | ImportError) else 1

@@ -1,0 +1,25 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+ConfigFile = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="A YAML, JSON or Python config; without one, the demo.",
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Lay a value over the config, like --set train.steps=100. May be repeated.",
+        show_default=False,
+    ),
+]

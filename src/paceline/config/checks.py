@@ -1,0 +1,277 @@
+"""What only shows when several values are looked at together, before any process starts.
+
+Each group of checks is a generator of (key to blame, text); :func:`check` runs them all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+from paceline.config import demo
+from paceline.config.devices import count_gpus
+from paceline.config.resolving import nproc_of, on_gpu
+from paceline.config.schema import Config
+from paceline.config.sources import Path
+from paceline.config.targets import UNKNOWN, Callee, argument_problems, look_up
+from paceline.errors import ConfigError, LayoutError
+from paceline.layout import Layout
+
+_OTHER_AXES = {"zero": 0, "replicas": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
+"""The axes that this version cannot train, and the degree that means "not used"."""
+
+Problems = Iterator[tuple[Path, str]]
+
+
+def check(config: Config, *, devices: int | None = None) -> list[str]:
+    """Every reason why ``config`` cannot run on this machine, one message each; empty when it can.
+
+    Nothing is imported and nothing is written: models, losses and datasets are looked up by
+    reading their source. ``devices`` is the number of GPUs, counted on this machine when ``None``.
+    """
+    gpus = count_gpus() if devices is None else devices
+    callees: dict[str, Callee] = {}
+    problems = [
+        *_targets(config, callees),
+        *_duration(config),
+        *_learning_rate(config),
+        *_ranks(config, gpus),
+        *_batch(config, gpus),
+        *_device(config, gpus),
+        *_saving(config, callees),
+        *_demo_model(config),
+    ]
+    return config._sources.messages(problems)
+
+
+def _targets(config: Config, callees: dict[str, Callee]) -> Problems:
+    """Import paths that lead nowhere, and arguments that what they lead to does not take."""
+    named: dict[Path, tuple[str, Mapping[str, Any]]] = {
+        ("model", "target"): (config.model.target, config.model.args),
+        ("data", "target"): (config.data.target, config.data.args),
+        ("optimizer", "name"): (config.optimizer.target, config.optimizer.args),
+    }
+    if config.loss is not None:
+        named["loss", "target"] = (config.loss.target, config.loss.args)
+    if config.data.val is not None:
+        named["data", "val", "target"] = (config.data.val.target, config.data.val.args)
+    for path, (target, args) in named.items():
+        section = path[:-1]
+        try:
+            callee = look_up(target)
+        except ConfigError as error:
+            yield path, f"{'.'.join(path)}: {error}"
+            continue
+        callees[".".join(section)] = callee
+        given: set[str] = set()
+        if section == ("optimizer",):
+            given = {"params", "lr"}
+            yield from _optimizer_arguments(config, callee)
+        # A loss function gets the model's output and the target at every step.
+        later = section == ("loss",) and callee.kind == "function"
+        for argument, text in argument_problems(callee, args, given=given, all_needed=not later):
+            where = (*section, "args", argument) if argument else path
+            yield where, f"{'.'.join(section)}.args: {target} {text}"
+
+
+def _optimizer_arguments(config: Config, callee: Callee) -> Problems:
+    optimizer = config.optimizer
+    for name in ("lr", "weight_decay"):
+        if name in optimizer.args:
+            yield (
+                ("optimizer", "args", name),
+                f"optimizer.args.{name} is set by optimizer.{name}; give it only there",
+            )
+    if (
+        optimizer.weight_decay is not None
+        and callee.accepts is not None
+        and "weight_decay" not in callee.accepts
+    ):
+        yield (
+            ("optimizer", "weight_decay"),
+            f"optimizer.weight_decay={optimizer.weight_decay:g}: {optimizer.target} has no "
+            "weight_decay; set it to null",
+        )
+
+
+def _duration(config: Config) -> Problems:
+    steps, epochs = config.train.steps, config.train.epochs
+    if steps is not None and epochs is not None:
+        yield (
+            ("train", "epochs"),
+            f"train.steps={steps} and train.epochs={epochs} are both set; set one of them to null",
+        )
+    if steps is None and epochs is None:
+        yield ("train", "steps"), "train.steps and train.epochs are both null; set one of them"
+    warmup = config.schedule.warmup_steps
+    if steps is not None and epochs is None and warmup >= steps:
+        yield (
+            ("schedule", "warmup_steps"),
+            f"schedule.warmup_steps={warmup} must be below train.steps={steps}, or the run ends "
+            "before it reaches its learning rate",
+        )
+
+
+def _learning_rate(config: Config) -> Problems:
+    schedule = config.schedule
+    if schedule.lr_scaling != "none" and schedule.reference_batch is None:
+        yield (
+            ("schedule", "lr_scaling"),
+            f"schedule.lr_scaling={schedule.lr_scaling} needs schedule.reference_batch: the "
+            f"global batch that optimizer.lr={config.optimizer.lr:g} was chosen for",
+        )
+    if schedule.lr_scaling == "none" and schedule.reference_batch is not None:
+        yield (
+            ("schedule", "reference_batch"),
+            f"schedule.reference_batch={schedule.reference_batch} has no effect while "
+            "schedule.lr_scaling=none; set that to linear or sqrt, or leave this out",
+        )
+
+
+def _ranks(config: Config, gpus: int) -> Problems:
+    """The layout against the number of ranks, and the ranks against the GPUs."""
+    nproc = nproc_of(config, gpus)
+    try:
+        layout = Layout.parse(config.layout, world_size=nproc)
+    except LayoutError as error:
+        yield ("layout",), f"{error} (launch.nproc={config.launch.nproc})"
+    else:
+        if layout.world_size != nproc:
+            yield (
+                ("layout",),
+                f"layout {config.layout!r} needs {layout.world_size} ranks, but launch.nproc="
+                f"{nproc}; make them agree, or leave one of them at auto",
+            )
+        unavailable = [
+            f"{axis}={getattr(layout, axis)}"
+            for axis, idle in _OTHER_AXES.items()
+            if getattr(layout, axis) != idle
+        ]
+        if unavailable:
+            yield (
+                ("layout",),
+                f"layout {config.layout!r}: this version trains data-parallel layouts (dp=N); "
+                f"leave out {', '.join(unavailable)}",
+            )
+    if config.launch.device == "cuda" and not gpus:
+        yield (
+            ("launch", "device"),
+            "launch.device=cuda, but torch can use no GPU on this machine; set it to cpu or auto",
+        )
+    elif on_gpu(config, gpus) and nproc > gpus:
+        yield (
+            ("launch", "nproc") if config.launch.nproc != "auto" else ("layout",),
+            f"{nproc} ranks need {nproc} GPUs, but this machine has {gpus}; set launch.nproc to "
+            f"{gpus} or less, or launch.device to cpu",
+        )
+
+
+def _batch(config: Config, gpus: int) -> Problems:
+    try:
+        dp = Layout.parse(config.layout, world_size=nproc_of(config, gpus)).dp
+    except LayoutError:
+        return  # said by _ranks
+    total, micro = config.batch.global_batch, config.batch.microbatch
+    if total < dp:
+        yield (
+            ("batch", "global_batch"),
+            f"batch.global_batch={total} must be at least dp={dp}, or some ranks get no samples",
+        )
+    largest_share = -(-total // dp)
+    if micro is not None and micro > largest_share:
+        yield (
+            ("batch", "microbatch"),
+            f"batch.microbatch={micro} must be at most {largest_share}: a rank's share of "
+            f"batch.global_batch={total} over dp={dp}",
+        )
+
+
+def _device(config: Config, gpus: int) -> Problems:
+    gpu = on_gpu(config, gpus)
+    if config.data.pin_memory and not gpu:
+        yield (
+            ("data", "pin_memory"),
+            "data.pin_memory=true needs a GPU, and this run is on the CPU; use null for "
+            "'when there is a GPU'",
+        )
+    compiler = os.environ.get("CXX", "g++").split()
+    if config.compile and not gpu and not (compiler and shutil.which(compiler[0])):
+        yield (
+            ("compile",),
+            f"compile=true needs a C++ compiler on the CPU, and {' '.join(compiler)!r} is not "
+            "found; install g++, name another in $CXX, or set compile to false",
+        )
+
+
+def _saving(config: Config, callees: Mapping[str, Callee]) -> Problems:
+    """Checkpoints that could never be written, and trackers that are not installed."""
+    checkpoint, track = config.checkpoint, config.track
+    data = callees.get("data", UNKNOWN)
+    if checkpoint.best is not None and config.data.val is None and data.kind == "class":
+        yield (
+            ("checkpoint", "best"),
+            f"checkpoint.best={checkpoint.best!r} needs validation data: set data.val, or let "
+            "data.target be a function that returns (train, val)",
+        )
+    if checkpoint.best is None and checkpoint.mode == "max":
+        yield (
+            ("checkpoint", "mode"),
+            "checkpoint.mode=max has no effect without checkpoint.best; name the metric there",
+        )
+    steps, every = config.train.steps, checkpoint.every
+    never = every is None or (steps is not None and config.train.epochs is None and every > steps)
+    if never and not checkpoint.save_at_end and checkpoint.best is None and every is not None:
+        yield (
+            ("checkpoint", "every"),
+            f"checkpoint.every={every} is beyond train.steps={steps} and "
+            "checkpoint.save_at_end=false: nothing would be saved",
+        )
+    for name in ("tensorboard", "mlflow"):
+        if getattr(track, name) and importlib.util.find_spec(name) is None:
+            yield (
+                ("track", name),
+                f"track.{name}: {name} is not installed; pip install 'paceline[{name}]'",
+            )
+    yield from _run_dir(track.run_dir)
+
+
+def _run_dir(run_dir: str) -> Problems:
+    folder = FilePath(run_dir)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        yield ("track", "run_dir"), f"track.run_dir={run_dir!r}: '{folder}' is a file, not a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield (
+            ("track", "run_dir"),
+            f"track.run_dir={run_dir!r}: the folder '{folder}' may not be written to",
+        )
+
+
+def _demo_model(config: Config) -> Problems:
+    """Arguments of the model and the data that come with Paceline, against each other."""
+    if config.model.target != demo.MODEL:
+        return
+    args = config.model.args
+    width, heads = args.get("width"), args.get("heads")
+    if isinstance(width, int) and isinstance(heads, int) and (heads < 1 or width % heads):
+        yield (
+            ("model", "args", "width"),
+            f"model.args.width={width} must be a multiple of model.args.heads={heads}",
+        )
+    context, length = args.get("context"), config.data.args.get("context")
+    if (
+        config.data.target == demo.DATA
+        and isinstance(context, int)
+        and isinstance(length, int)
+        and length > context
+    ):
+        yield (
+            ("data", "args", "context"),
+            f"data.args.context={length} must be at most model.args.context={context}, the "
+            "longest sequence the model takes",
+        )

@@ -1,0 +1,153 @@
+"""Finding modules and the names in them by reading source files, without importing anything.
+
+Importing a model's module would load torch and run the user's code in the launcher. Reading it
+tells enough to refuse a misspelled name or argument before any process starts. Where reading
+cannot tell (compiled modules, names made at run time), the answer is "unknown", never "missing".
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+
+from paceline.config.keys import nearest
+from paceline.errors import ConfigError
+
+_MADE_AT_RUN_TIME = ("globals()", "sys.modules[__name__]", "exec(", "vars()", "setattr(sys.modules")
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Where module ``name`` is; ``None`` when only importing it could tell.
+
+    Looks in the current folder first, then where Python looks. Raises :class:`ConfigError` when
+    the module is nowhere.
+    """
+    top, *rest = name.split(".")
+    here = PathFinder.find_spec(top, [os.getcwd()])
+    # A mere folder of that name counts only when there is no real module, as in Python itself.
+    spec = here if here is not None and here.origin else _installed(top) or here
+    if spec is None:
+        if name in sys.modules:
+            return None
+        near = nearest(
+            top, {found.name for found in pkgutil.iter_modules([os.getcwd(), *sys.path])}, 0.8
+        )
+        hint = f"did you mean {near!r}?" if near else "not in this folder, nor installed"
+        raise ConfigError(f"there is no module {top!r}; {hint}")
+    full = top
+    for part in rest:
+        folders = list(spec.submodule_search_locations or [])
+        inner = PathFinder.find_spec(f"{full}.{part}", folders) if folders else None
+        if inner is None:
+            if f"{full}.{part}" in sys.modules:
+                return None
+            near = nearest(part, [found.name for found in pkgutil.iter_modules(folders)])
+            hint = f"; did you mean '{full}.{near}'?" if near else ""
+            raise ConfigError(f"there is no module {part!r} in {full!r}{hint}")
+        spec, full = inner, f"{full}.{part}"
+    return spec
+
+
+def _installed(top: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(top)
+    except ValueError:  # a module that is loaded but says nothing of where it came from
+        return None
+
+
+class Source:
+    """The names that a module's source file binds at its top level."""
+
+    def __init__(self, spec: ModuleSpec, tree: ast.Module, text: str) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.bindings: dict[str, list[ast.stmt]] = {}
+        self.stars: list[ast.ImportFrom] = []
+        for statement in _top_level(tree.body):
+            if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+                self.stars.append(statement)
+            for name in _names_bound(statement):
+                self.bindings.setdefault(name, []).append(statement)
+        self.open_ended = "__getattr__" in self.bindings or any(
+            sign in text for sign in _MADE_AT_RUN_TIME
+        )
+
+    def imported_from(self, statement: ast.ImportFrom) -> str:
+        """The full name of the module that ``from … import`` reads."""
+        if not statement.level:
+            return statement.module or ""
+        parts = self.name.split(".")
+        if not self.spec.submodule_search_locations:
+            parts.pop()
+        parts = parts[: len(parts) - (statement.level - 1)]
+        return ".".join([*parts, *([statement.module] if statement.module else [])])
+
+    def has_submodule(self, name: str) -> bool:
+        """Whether the module is a package with a module ``name`` in it."""
+        folders = list(self.spec.submodule_search_locations or [])
+        return bool(folders) and PathFinder.find_spec(f"{self.name}.{name}", folders) is not None
+
+
+def read_source(spec: ModuleSpec) -> Source | None:
+    """The source of a module, or ``None`` when it has none; a syntax error is a ConfigError."""
+    if not spec.has_location or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    with open(spec.origin, "rb") as file:
+        content = file.read()
+    try:
+        tree = ast.parse(content, filename=spec.origin)
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigError(
+            f"module {spec.name!r} is not valid Python: {spec.origin}{line}: {reason}"
+        ) from None
+    return Source(spec, tree, content.decode("utf-8", "replace"))
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that bind names of the module, also inside ``if``, ``try``, ``with`` and loops."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If | ast.For | ast.While):
+            yield from _top_level([*statement.body, *statement.orelse])
+        elif isinstance(statement, ast.With):
+            yield from _top_level(statement.body)
+        elif isinstance(statement, ast.Try | ast.TryStar):
+            inner = [part for handler in statement.handlers for part in handler.body]
+            yield from _top_level(
+                [*statement.body, *inner, *statement.orelse, *statement.finalbody]
+            )
+
+
+def _names_bound(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield statement.name
+    elif isinstance(statement, ast.Import):
+        for alias in statement.names:
+            yield alias.asname or alias.name.partition(".")[0]
+    elif isinstance(statement, ast.ImportFrom):
+        for alias in statement.names:
+            if alias.name != "*":
+                yield alias.asname or alias.name
+    else:
+        for target in _targets(statement):
+            for node in ast.walk(target):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    yield node.id
+
+
+def _targets(statement: ast.stmt) -> list[ast.expr]:
+    match statement:
+        case ast.Assign():
+            return statement.targets
+        case ast.AnnAssign() | ast.For():
+            return [statement.target]
+        case ast.With():
+            return [item.optional_vars for item in statement.items if item.optional_vars]
+    return []

@@ -1,0 +1,86 @@
+"""From a config to what will run: ``auto`` made explicit, and the config as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.config import yaml_file
+from paceline.config.devices import count_gpus
+from paceline.config.schedule import scaled_lr
+from paceline.config.schema import Config
+from paceline.layout import Layout
+
+RANKS_WITHOUT_GPU = 2
+
+
+def on_gpu(config: Config, gpus: int) -> bool:
+    """Whether the ranks of ``config`` run on GPUs, on a machine with ``gpus`` of them."""
+    return config.launch.device == "cuda" or (config.launch.device == "auto" and gpus > 0)
+
+
+def nproc_of(config: Config, gpus: int) -> int:
+    """How many ranks ``config`` starts on a machine with ``gpus`` GPUs."""
+    if config.launch.nproc != "auto":
+        return config.launch.nproc
+    if config.layout != "auto":
+        return Layout.parse(config.layout).world_size
+    return max(gpus, 1) if on_gpu(config, gpus) else RANKS_WITHOUT_GPU
+
+
+def resolve(config: Config, *, devices: int | None = None) -> Config:
+    """``config`` with ``launch.nproc`` and ``layout`` as a number and a full layout.
+
+    ``devices`` is the number of GPUs, counted on this machine when ``None``. Raises
+    :class:`~paceline.errors.LayoutError` when the layout does not fit the ranks;
+    :func:`paceline.config.check` says so before.
+    """
+    nproc = nproc_of(config, count_gpus() if devices is None else devices)
+    layout = Layout.parse(config.layout, world_size=nproc)
+    layout.check_world(nproc)
+    launch = config.launch.model_copy(update={"nproc": nproc})
+    return config.model_copy(update={"layout": str(layout), "launch": launch})
+
+
+def learning_rate(config: Config) -> float:
+    """The full learning rate of the run: ``optimizer.lr`` after ``schedule.lr_scaling``."""
+    schedule = config.schedule
+    return scaled_lr(
+        config.optimizer.lr,
+        schedule.lr_scaling,
+        config.batch.global_batch,
+        schedule.reference_batch,
+    )
+
+
+def dump(config: Config) -> str:
+    """``config`` as YAML with every key written out; :func:`load` reads it back equal."""
+    return yaml_file.write(config.model_dump())
+
+
+def summary(config: Config) -> str:
+    """A resolved config in one line."""
+    length = (
+        f"{config.train.epochs} epochs"
+        if config.train.steps is None
+        else f"{config.train.steps} steps"
+    )
+    rate = f"lr {learning_rate(config):g}"
+    if config.schedule.lr_scaling != "none":
+        rate += (
+            f" ({config.optimizer.lr:g} at batch {config.schedule.reference_batch}, "
+            f"{config.schedule.lr_scaling} scaling)"
+        )
+    return (
+        f"{config.model.target} on {config.data.target}, {length} of {config.batch.global_batch} "
+        f"samples, {config.optimizer.name}, {rate}, {config.layout}, {config.precision}"
+    )
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a config file, for editors that complete and check while typing."""
+    schema = Config.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "Paceline config"
+    # true and false are short for "with its defaults" and "not at all".
+    schema["$defs"]["Track"]["properties"]["mlflow"]["anyOf"].append({"type": "boolean"})
+    return schema

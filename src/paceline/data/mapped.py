@@ -1,0 +1,203 @@
+"""Map-style datasets: samples by index, fetched by torch's DataLoader.
+
+A plan says which indices make the next global batch; the main process sends each rank's part of it
+to the DataLoader as a :class:`Request`, and a :class:`Fetcher` (here or in a worker process) turns
+that into a batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.data.batches import empty_batch
+from paceline.data.order import Order
+from paceline.data.randomness import draws_nothing, isolated, numpy_random, seed_all, seed_for
+from paceline.data.slices import Cut
+from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source
+
+# Indices are drawn for many steps at a time: the order's cost is per call, hardly per index.
+_DRAW_AT_ONCE = 1024
+
+
+class Request(NamedTuple):
+    """This rank's part of one global batch.
+
+    ``indices`` is never empty: where this rank has no ``samples``, it holds one index that gives
+    the empty batch its shape.
+    """
+
+    epoch: int
+    indices: list[int]
+    samples: int
+    global_samples: int
+
+
+class Fetcher(Dataset[Any]):
+    """Turns requests into batches, each sample on generators seeded for it alone.
+
+    What a dataset draws from the process-wide generators (torch CPU, ``random``, NumPy) is a
+    function of seed, epoch and index, so it is the same at every number of ranks and workers.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Collate, seed: int) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.seed = seed
+        self._whole_batches = getattr(dataset, "__getitems__", None) is not None
+
+    def __getattr__(self, name: str) -> Any:
+        # worker_init_fn finds this object as get_worker_info().dataset and asks for its own names.
+        if name in ("dataset", "collate_fn", "seed", "_whole_batches"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, request: Request) -> Delivery:
+        """The batch for ``request``; what a DataLoader calls for each item of its batch sampler."""
+        with isolated():
+            if request.samples:
+                batch = self._batch(request.epoch, request.indices)
+            else:
+                batch = empty_batch(lambda n: self._batch(request.epoch, request.indices * n))
+        return Delivery(batch, request.samples, request.global_samples)
+
+    def _batch(self, epoch: int, indices: list[int]) -> Any:
+        numpy_was_loaded = numpy_random() is not None
+        samples = self._samples(epoch, indices)
+        if not numpy_was_loaded and numpy_random() is not None:
+            # A sample imported numpy.random and found it unseeded: fetch once more.
+            samples = self._samples(epoch, indices)
+        # A collate function that draws (a masking collator) does so by its first sample.
+        seed_all(seed_for(self.seed, epoch, indices[0], 1))
+        return self.collate_fn(samples)
+
+    def _samples(self, epoch: int, indices: list[int]) -> Any:
+        if not self._whole_batches:
+            return [self._sample(epoch, index) for index in indices]
+        seed = seed_for(self.seed, epoch, indices[0])
+        samples, quiet = draws_nothing(seed, lambda: self.dataset.__getitems__(indices))
+        if quiet or not isinstance(samples, Sequence) or len(samples) != len(indices):
+            return samples
+        # It draws random numbers: from here on one sample at a time, each seeded.
+        self._whole_batches = False
+        return [self._sample(epoch, index) for index in indices]
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed_all(seed_for(self.seed, epoch, index))
+        return self.dataset[index]
+
+
+class MapSource(Source, ABC):
+    """A map-style dataset and a plan of which indices make each global batch."""
+
+    def __init__(self, dataset: Any, cut: Cut, fetching: Fetching, seed: int) -> None:
+        self.dataset = dataset
+        self.cut = cut
+        self.fetching = fetching
+        self.seed = seed
+
+    @abstractmethod
+    def requests(self, place: Place) -> Iterator[Request]:
+        """The plan from ``place`` to the end of its epoch."""
+
+    def reader(self) -> Reader:
+        """Reads through a DataLoader; its workers live as long as the reader."""
+        return _MapReader(self)
+
+
+class _MapReader:
+    def __init__(self, source: MapSource) -> None:
+        self._plan = _Plan(source)
+        options = source.fetching.dataloader_options()
+        self._dataloader: DataLoader[Any] = DataLoader(
+            Fetcher(source.dataset, source.fetching.collate_fn, source.seed),
+            batch_sampler=self._plan,  # type: ignore[arg-type]  # any iterable serves
+            # Else each epoch would draw its workers' base seed from the model's generator.
+            generator=torch.Generator().manual_seed(seed_for(source.seed)),
+            persistent_workers=source.fetching.workers > 0,
+            **options,
+        )
+
+    def __call__(self, place: Place) -> Iterator[Delivery]:
+        self._plan.place = place
+        return iter(self._dataloader)
+
+
+class _Plan:
+    """The batch sampler: iterated anew by the DataLoader at the start of each iteration."""
+
+    def __init__(self, source: MapSource) -> None:
+        self._source = source
+        self.place = Place()
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._source.requests(self.place)
+
+
+class OrderSource(MapSource):
+    """A dataset in Paceline's own order: any place is reached at once."""
+
+    kind = "order"
+
+    def __init__(
+        self, dataset: Any, order: Order, cut: Cut, fetching: Fetching = Fetching()  # noqa: B008
+    ) -> None:
+        super().__init__(dataset, cut, fetching, order.seed)
+        self.order = order
+        self.samples_per_epoch = order.n
+        whole, rest = divmod(order.n, cut.global_batch)
+        self.steps_per_epoch = whole + (rest > 0 and not cut.drop_last)
+
+    def requests(self, place: Place) -> Iterator[Request]:
+        """The plan from ``place`` to the end of its epoch."""
+        batch, n = self.cut.global_batch, self.order.n
+        stop = n - (n - place.offset) % batch if self.cut.drop_last else n
+        starts = range(place.offset, stop, batch)
+        mine = -(-batch // self.cut.size)  # the largest share of any rank
+        steps_at_once = max(1, _DRAW_AT_ONCE // mine)
+        for step in range(0, len(starts), steps_at_once):
+            yield from self._draw(place.epoch, starts[step : step + steps_at_once])
+
+    def _draw(self, epoch: int, starts: Sequence[int]) -> Iterator[Request]:
+        """The requests of a few steps: only this rank's indices are computed."""
+        totals = [min(self.cut.global_batch, self.order.n - start) for start in starts]
+        shares = [self.cut.share(total) for total in totals]
+        spans = [(begin, end) if begin < end else (0, 1) for begin, end in shares]
+        positions = torch.cat(
+            [torch.arange(at + begin, at + end) for at, (begin, end) in zip(starts, spans)]
+        )
+        drawn = self.order.at(epoch, positions).split([end - begin for begin, end in spans])
+        for indices, (begin, end), total in zip(drawn, shares, totals):
+            yield Request(epoch, indices.tolist(), end - begin, total)
+
+    def after(self, place: Place, delivery: Delivery) -> Place:
+        """The place once ``delivery`` has been handed to the user."""
+        reached = super().after(place, delivery)
+        left = self.order.n - reached.offset
+        if left < (self.cut.global_batch if self.cut.drop_last else 1):
+            return self.next_epoch(place)
+        return reached
+
+    def next_epoch(self, place: Place) -> Place:
+        """The start of the epoch that follows ``place``."""
+        return self.place((place.epoch + 1) * self.order.n)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a position to mean the same sample."""
+        return {
+            "samples_per_epoch": self.order.n,
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
+        }
+
+    def save(self, place: Place) -> dict[str, Any]:
+        """One integer says it all."""
+        return {"position": place.position}
+
+    def restore(self, saved: dict[str, Any]) -> Place:
+        """The place that :meth:`save` wrote."""
+        return self.place(**saved)

@@ -1,0 +1,106 @@
+"""Map-style datasets under somebody else's sampler: the order is the sampler's, not ours.
+
+Every rank iterates the whole sampler and takes its share of each batch of indices. Random samplers
+that draw from the process-wide generators draw the same on every rank, by seed and epoch; one with
+a generator of its own is replayed from its first epoch where that is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+
+from paceline.data.mapped import MapSource, Request
+from paceline.data.randomness import Stream, seed_for
+from paceline.data.slices import Cut
+from paceline.data.source import Fetching, Place
+from paceline.errors import DataError
+
+
+class SamplerSource(MapSource):
+    """A dataset in the order of a batch sampler: a place is reached by iterating up to it."""
+
+    kind = "sampler"
+
+    def __init__(
+        self, dataset: Any, batches: Iterable[Any], cut: Cut, fetching: Fetching, seed: int
+    ) -> None:
+        super().__init__(dataset, cut, fetching, seed)
+        self.batches = batches
+        sampler = getattr(batches, "sampler", None)
+        self._parts = [part for part in (batches, sampler) if part is not None]
+        self._generators = {
+            generator: generator.get_state()
+            for part in self._parts
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator)
+        }
+        self._generators_at = 0
+        self.steps_per_epoch = length(batches)
+        self.samples_per_epoch = None if sampler is None else length(sampler)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a state to fit."""
+        return {"seed": self.seed}
+
+    def requests(self, place: Place) -> Iterator[Request]:
+        """The plan from ``place`` to the end of its epoch."""
+        self._wind_generators(place.epoch)
+        skip = place.offset
+        for batch in self._epoch(place.epoch):
+            if skip >= len(batch):
+                skip -= len(batch)
+            elif skip:
+                raise DataError(
+                    f"position {place.position} falls inside a batch that the DataLoader's own "
+                    "batch sampler made. Such a loader can only stand between its batches: resume "
+                    "with the batch size the state was saved with."
+                )
+            else:
+                begin, end = self.cut.share(len(batch))
+                indices = batch[begin:end] if begin < end else batch[:1]
+                yield Request(place.epoch, indices, end - begin, len(batch))
+        if skip:
+            raise DataError(
+                f"the DataLoader's sampler ended {skip} samples before offset {place.offset} of "
+                f"epoch {place.epoch}: it is not the sampler this position was saved with."
+            )
+        self._generators_at = place.epoch + 1
+
+    def _epoch(self, epoch: int) -> Iterator[list[Any]]:
+        """The batches of one epoch, drawn on generators that every rank seeds alike."""
+        for part in self._parts:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        draw = Stream(seed_for(self.seed, epoch))
+        iterator = draw.run(lambda: iter(self.batches))
+        while (batch := draw.run(lambda: next(iterator, None))) is not None:
+            if not (indices := list(batch)):
+                raise DataError(
+                    "the DataLoader's batch sampler gave an empty batch: a batch must name at "
+                    "least one index."
+                )
+            yield indices
+
+    def _wind_generators(self, epoch: int) -> None:
+        """Bring generators that the samplers own to where ``epoch`` begins."""
+        if not self._generators or epoch == self._generators_at:
+            self._generators_at = -1  # in use, until the epoch ends
+            return
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+        for earlier in range(epoch):
+            for _ in self._epoch(earlier):
+                pass
+        self._generators_at = -1
+
+
+def length(value: Any) -> int | None:
+    """``len(value)`` where it has one."""
+    if not isinstance(value, Sized):
+        return None
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):  # torch's samplers inherit a __len__ that may raise
+        return None

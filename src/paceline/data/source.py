@@ -1,0 +1,113 @@
+"""What a loader reads from: the part that differs between datasets, streams and DataLoaders."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.utils.data import default_collate
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Fetching:
+    """How samples are fetched and made into batches.
+
+    ``options`` are further arguments for torch's DataLoader, taken over from an existing one.
+    """
+
+    workers: int = 0
+    pin_memory: bool = False
+    collate_fn: Collate = default_collate
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def dataloader_options(self) -> dict[str, Any]:
+        """The arguments for the DataLoader that does the fetching."""
+        return {
+            **self.options,
+            "num_workers": self.workers,
+            "pin_memory": self.pin_memory,
+            "collate_fn": as_it_is,
+        }
+
+
+def as_it_is(batch: Any) -> Any:
+    """The collate function for batches that are already made."""
+    return batch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a loader stands: ``offset`` samples into ``epoch``, ``position`` samples in all.
+
+    ``state`` is what a stream with a ``state_dict`` needs beside the numbers.
+    """
+
+    epoch: int = 0
+    offset: int = 0
+    position: int = 0
+    state: Any = None
+
+
+class Delivery(NamedTuple):
+    """One global batch as it reaches this rank: its share of it, collated."""
+
+    batch: Any
+    samples: int
+    global_samples: int
+    state: Any = None
+
+
+Reader = Callable[[Place], Iterator[Delivery]]
+"""Gives this rank's share of each global batch from a place to the end of its epoch."""
+
+
+class Source(ABC):
+    """Where global batches come from, and how places in it are counted.
+
+    The methods here serve sources that are read in sequence, whose epochs may differ in length.
+    """
+
+    kind: str
+    """What the source is, as its state names it: a state of one kind does not fit another."""
+
+    samples_per_epoch: int | None = None
+    steps_per_epoch: int | None = None
+
+    @abstractmethod
+    def reader(self) -> Reader:
+        """Something that reads; it holds the worker processes, and letting go of it ends them.
+
+        A reader must hold the source, never the other way round, or it would not be let go of.
+        """
+
+    def place(self, position: int) -> Place:
+        """The place ``position`` samples from the start of the first epoch."""
+        if self.samples_per_epoch is None:
+            return Place(0, position, position)
+        return Place(*divmod(position, self.samples_per_epoch), position)
+
+    def after(self, place: Place, delivery: Delivery) -> Place:
+        """The place once ``delivery`` has been handed to the user."""
+        count = delivery.global_samples
+        return Place(place.epoch, place.offset + count, place.position + count, delivery.state)
+
+    def next_epoch(self, place: Place) -> Place:
+        """The start of the epoch that follows ``place``."""
+        return Place(place.epoch + 1, 0, place.position)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a state to fit: by name, as the user knows it."""
+        return {}
+
+    def save(self, place: Place) -> dict[str, Any]:
+        """``place`` as plain data."""
+        return {k: v for k, v in dataclasses.asdict(place).items() if v is not None}
+
+    def restore(self, saved: dict[str, Any]) -> Place:
+        """The place that :meth:`save` wrote."""
+        return Place(**saved)

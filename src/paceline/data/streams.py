@@ -1,0 +1,194 @@
+"""Data that comes in sequence: iterable datasets, and DataLoaders that hand over ready batches.
+
+Every rank reads the same stream and keeps its share of each global batch, so a stream that is
+deterministic gives the same data at every world size. It may draw from the process-wide generators:
+they are seeded alike on every rank, by seed and epoch, while the stream is being read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.data.batches import count_rows, cut_rows, empty_batch
+from paceline.data.randomness import Stream, isolated, seed_all, seed_for
+from paceline.data.sampled import length
+from paceline.data.slices import Cut
+from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source
+from paceline.errors import DataError
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """Where a stream that can save itself stands, and the generators it draws from."""
+
+    dataset: Any
+    random: dict[str, Any]
+
+
+def can_save_itself(dataset: Any) -> bool:
+    """Whether a stream has the ``state_dict`` and ``load_state_dict`` that spare it skipping."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+class StreamSource(Source):
+    """An iterable dataset of single samples.
+
+    A place is reached by the dataset's own ``load_state_dict`` if it has one, else by reading up
+    to it and throwing away.
+    """
+
+    kind = "stream"
+
+    def __init__(self, dataset: Any, cut: Cut, fetching: Fetching, seed: int) -> None:
+        self.dataset = dataset
+        self.cut = cut
+        self.fetching = fetching
+        self.seed = seed
+        self.saves_itself = can_save_itself(dataset)
+        self.first_state = copy.deepcopy(dataset.state_dict()) if self.saves_itself else None
+        self._broken_off = False
+        self.samples_per_epoch = length(dataset)
+        if self.samples_per_epoch is not None:
+            whole, rest = divmod(self.samples_per_epoch, cut.global_batch)
+            self.steps_per_epoch = whole + (rest > 0 and not cut.drop_last)
+
+    def reader(self) -> Reader:
+        """Reads here, or in the one worker process that a stream may have."""
+        return self._read
+
+    def _read(self, place: Place) -> Iterator[Delivery]:
+        shared = SharedStream(self, place, rewind=self.saves_itself and self._broken_off)
+        self._broken_off = True
+        yield from DataLoader(
+            shared,
+            batch_size=None,
+            generator=torch.Generator().manual_seed(seed_for(self.seed)),
+            **self.fetching.dataloader_options(),
+        )
+        self._broken_off = False
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a state to fit."""
+        return {"seed": self.seed}
+
+    def restore(self, saved: dict[str, Any]) -> Place:
+        """The place that :meth:`save` wrote."""
+        place = Place(**saved)
+        if place.state is None:
+            return place
+        if not self.saves_itself:
+            raise DataError(
+                "the state holds a stream's own state_dict, but this "
+                f"{type(self.dataset).__name__} has no load_state_dict to take it. Give the "
+                "dataset that the state was saved with."
+            )
+        return replace(place, state=StreamState(**place.state))
+
+
+class SharedStream(IterableDataset[Any]):
+    """This rank's share of each global batch of a stream, from a place to the stream's end."""
+
+    def __init__(self, source: StreamSource, place: Place, rewind: bool) -> None:
+        self.source = source
+        self.place = place
+        self.rewind = rewind
+
+    def __iter__(self) -> Iterator[Delivery]:
+        source, cut, place = self.source, self.source.cut, self.place
+        draw = Stream(seed_for(source.seed, place.epoch))
+        samples = draw.run(self._open)
+        if place.state is not None:
+            draw.set_state(place.state.random)
+        offset = place.offset
+        while batch := draw.run(lambda: list(islice(samples, cut.global_batch))):
+            if cut.drop_last and len(batch) < cut.global_batch:
+                return
+            state = None
+            if source.saves_itself:
+                state = StreamState(source.dataset.state_dict(), draw.state())
+            begin, end = cut.share(len(batch))
+            seed = seed_for(source.seed, place.epoch, offset, cut.rank)
+            mine = _collated(batch, begin, end, source.fetching.collate_fn, seed)
+            offset += len(batch)
+            yield Delivery(mine, end - begin, len(batch), state)
+
+    def _open(self) -> Iterator[Any]:
+        """The stream, brought to the place."""
+        dataset, place = self.source.dataset, self.place
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(place.epoch)
+        if place.state is not None:
+            dataset.load_state_dict(copy.deepcopy(place.state.dataset))
+            return iter(dataset)
+        if self.rewind:  # it stands in the middle of an iteration that was broken off
+            dataset.load_state_dict(copy.deepcopy(self.source.first_state))
+        samples = iter(dataset)
+        skipped = sum(1 for _ in islice(samples, place.offset))
+        if skipped < place.offset:
+            raise DataError(
+                f"the stream ended after {skipped} samples of epoch {place.epoch}, before offset "
+                f"{place.offset}: it is not the stream this position was saved with, or the "
+                "position lies in a later epoch (load_state_dict knows the epoch, seek does not)."
+            )
+        return samples
+
+
+def _collated(batch: list[Any], begin: int, end: int, collate: Collate, seed: int) -> Any:
+    with isolated():
+        seed_all(seed)
+        if begin < end:
+            return collate(batch[begin:end])
+        return empty_batch(lambda count: collate([copy.deepcopy(batch[0]) for _ in range(count)]))
+
+
+class BatchSource(Source):
+    """A DataLoader with ``batch_size=None``: it hands over ready batches, which are cut by rows."""
+
+    kind = "batches"
+
+    def __init__(self, dataloader: DataLoader[Any], cut: Cut, seed: int) -> None:
+        self.dataloader = dataloader
+        self.cut = cut
+        self.seed = seed
+        self.steps_per_epoch = length(dataloader)
+
+    def reader(self) -> Reader:
+        """Reads the DataLoader as it is, with its own workers."""
+        return self._read
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a state to fit."""
+        return {"seed": self.seed}
+
+    def _read(self, place: Place) -> Iterator[Delivery]:
+        for part in (self.dataloader.dataset, self.dataloader.sampler):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(place.epoch)
+        draw = Stream(seed_for(self.seed, place.epoch))
+        batches = draw.run(lambda: iter(self.dataloader))
+        end = object()
+        skip = place.offset
+        while (batch := draw.run(lambda: next(batches, end))) is not end:
+            rows = count_rows(batch)
+            if skip >= rows:
+                skip -= rows
+            elif skip:
+                raise DataError(
+                    f"position {place.position} falls inside a batch of {rows} that the dataset "
+                    "made itself. Such a loader can only stand between its batches."
+                )
+            else:
+                begin, stop = self.cut.share(rows)
+                yield Delivery(cut_rows(batch, begin, stop), stop - begin, rows)
+        if skip:
+            raise DataError(
+                f"the DataLoader ended {skip} samples before offset {place.offset} of epoch "
+                f"{place.epoch}: it is not the one this position was saved with."
+            )

@@ -1,0 +1,354 @@
+"""Starting the ranks of a run on this machine, under torch's elastic agent.
+
+:func:`launch` runs a command on every rank, :func:`call` a function. Both return when all ranks
+are done and leave no process behind, however they end:
+
+- a rank fails: the others are ended and :class:`~paceline.errors.RankFailed` carries the traceback
+  of the one that failed first;
+- Ctrl-C, SIGTERM or SIGHUP: passed on to the ranks, which have ``grace`` seconds to save and leave;
+  a second one kills them. Ctrl-C then surfaces as ``KeyboardInterrupt``, the others as
+  ``SystemExit`` with 128 + the number of the signal;
+- this process is killed: the ranks and all they started die with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import site
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import paceline
+from paceline.errors import LaunchError, RankFailed
+from paceline.events import EventLog, Note, RanksStarted, RunFailed
+from paceline.launch import failure, guard, logs
+
+if TYPE_CHECKING:
+    from paceline.launch.agent import Agent
+
+# Wrappers (uv, make, timeout) pass on a Ctrl-C that the terminal has already sent to everyone: a
+# repetition this soon is an echo, not an impatient user.
+_ECHO_SECONDS = 0.5
+
+
+def to_stdout(text: str) -> None:
+    """Show what rank 0 writes, as it comes."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def to_stderr(message: str) -> None:
+    """Show what the launcher has to say."""
+    print(message, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """What to run on how many ranks of this machine.
+
+    ``command`` is what follows ``python -m paceline.launch.worker``: ``["script", FILE, *args]``,
+    ``["-m", MODULE, *args]`` or ``["--call", FOLDER]``. Logs go to ``log_dir/rank<r>.log``, those
+    of later starts (a restart, a resumed run) to ``log_dir/attempt<k>/rank<r>.log``. With an
+    ``events_dir`` the launcher adds its own events to the run's. ``output`` gets rank 0's output
+    as it comes (``None``: only the log does), ``notice`` what the launcher has to say.
+    """
+
+    command: Sequence[str]
+    nproc: int
+    log_dir: Path
+    max_restarts: int = 0
+    events_dir: Path | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    grace: float = 15.0
+    output: Callable[[str], None] | None = to_stdout
+    notice: Callable[[str], None] = to_stderr
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.nproc, int) or isinstance(self.nproc, bool) or self.nproc < 1:
+            raise LaunchError(f"nproc={self.nproc!r} must be a whole number, 1 or more.")
+        if self.max_restarts < 0:
+            raise LaunchError(f"max_restarts={self.max_restarts} must be 0 or more.")
+        if self.grace < 0:
+            raise LaunchError(f"grace={self.grace} must be 0 seconds or more.")
+
+
+def launch(job: LocalJob) -> None:
+    """Run a job to its end; see the module for what is raised when it does not end well."""
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(_Signals())
+        stack.enter_context(_quiet_elastic())
+        _Launch(job, stack).run(signals)
+
+
+def call(
+    function: Callable[[], Any],
+    *,
+    nproc: int,
+    log_dir: Path | None = None,
+    events_dir: Path | None = None,
+    max_restarts: int = 0,
+    env: Mapping[str, str] | None = None,
+    grace: float = 15.0,
+    output: Callable[[str], None] | None = to_stdout,
+    notice: Callable[[str], None] = to_stderr,
+) -> Any:
+    """Call ``function()`` on every rank and return what rank 0's call returned.
+
+    The function, and what it refers to, may be defined in a script or a notebook: it is sent by
+    value, and the script is not run again, so that it needs no ``__main__`` guard. Without a
+    ``log_dir`` the logs are kept only if a rank fails.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="paceline-call-"))
+    keep_logs = False
+    try:
+        job = LocalJob(
+            command=["--call", str(folder)],
+            nproc=nproc,
+            log_dir=log_dir or folder / "logs",
+            max_restarts=max_restarts,
+            events_dir=events_dir,
+            env=env or {},
+            grace=grace,
+            output=output,
+            notice=notice,
+        )
+        _write_payload(folder, function)
+        launch(job)
+        return _read_value(folder)
+    except RankFailed:
+        keep_logs = log_dir is None
+        raise
+    finally:
+        if keep_logs:
+            (folder / "function.pkl").unlink()
+        else:
+            shutil.rmtree(folder)
+
+
+class _Launch:
+    """One launch: the agent in a thread, the caller's thread for signals and deadlines."""
+
+    def __init__(self, job: LocalJob, stack: contextlib.ExitStack) -> None:
+        self.job = job
+        self.starts = 0
+        self.succeeded: bool | None = None
+        self.error: BaseException | None = None
+        self.relay = logs.Relay(job.output) if job.output else None
+        self.events = EventLog(job.events_dir) if job.events_dir else None
+        if self.events:
+            stack.callback(self.events.close)
+        self.agent = self._make_agent(stack)
+
+    def run(self, signals: _Signals) -> None:
+        """Start the ranks, wait for their end, and raise whatever came of it."""
+        thread = threading.Thread(target=self._run_agent, name="paceline-agent")
+        stopping = killed = False
+        while not self._over(thread, signals):
+            if signals.first is not None and not stopping:
+                stopping = True
+                self.agent.request_stop(_passed_on(signals.first))
+                self._say_stopping(signals.first)
+            if signals.insisted and not killed:
+                killed = True
+                self.agent.kill()
+            self.agent.kill_overdue()
+            signals.note_end_of_program()
+            thread.join(0.1)
+        if self.relay:
+            self.relay.finish()
+        self._raise_outcome(signals)
+
+    def _over(self, thread: threading.Thread, signals: _Signals) -> bool:
+        if thread.ident is not None:
+            return not thread.is_alive()
+        if signals.first is None:
+            thread.start()
+        return signals.first is not None
+
+    def _make_agent(self, stack: contextlib.ExitStack) -> Agent:
+        from paceline.launch.agent import Agent, RankLogs
+
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+        self.rank_logs = RankLogs(self.job.log_dir, scratch, _rank_env(self.job))
+        try:
+            keeper = guard.Guard()
+            stack.callback(keeper.close)
+            return Agent(
+                list(self.job.command),
+                self.job.nproc,
+                max_restarts=self.job.max_restarts,
+                rank_logs=self.rank_logs,
+                keeper=keeper,
+                grace=self.job.grace,
+                on_start=self._ranks_started,
+            )
+        except (OSError, RuntimeError) as error:
+            raise LaunchError(f"the ranks could not be started: {error}") from error
+
+    def _run_agent(self) -> None:
+        try:
+            self.succeeded = not self.agent.run().is_failed()
+        except Exception as error:
+            self.error = error  # raised again by the caller's thread
+        finally:
+            self.agent.close()
+
+    def _ranks_started(self, attempt: int) -> None:
+        """Called in the agent's thread whenever the ranks have been started (again)."""
+        if self.starts > 0:
+            self._say_restarted()
+        self.starts += 1
+        if self.events:
+            self.events.write(RanksStarted(nproc=self.job.nproc, attempt=attempt))
+        if self.relay:
+            self.relay.follow(self.rank_logs.log(0), self.rank_logs.quiet_point(0))
+
+    def _say_restarted(self) -> None:
+        first = failure.culprit(self.agent.failures)
+        message = (
+            f"rank {first.rank} failed ({first.reason}); all ranks are started again, "
+            f"restart {self.starts} of {self.job.max_restarts}. Its log: {first.log}"
+        )
+        if self.events:
+            self.events.write(Note(message=message, level="warning"))
+        else:
+            self.job.notice(message)
+
+    def _say_stopping(self, signum: signal.Signals) -> None:
+        self.job.notice(
+            f"{signum.name}: the ranks have {self.job.grace:g} s to save and leave; "
+            "once more kills them at once."
+        )
+
+    def _raise_outcome(self, signals: _Signals) -> None:
+        if self.succeeded:
+            return
+        if signals.first is not None:  # whatever else went wrong came of that
+            if signals.first is signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(128 + signals.first)
+        if self.succeeded is None:
+            raise LaunchError(f"the ranks could not be started: {self.error}") from self.error
+        error = failure.explain(
+            self.agent.failures,
+            self.job.nproc,
+            finished=self.agent.finished,
+            shown=self.relay is not None,
+        )
+        if self.events:
+            reason = failure.culprit(self.agent.failures).reason
+            self.events.write(RunFailed(rank=error.rank, error=reason, exit_code=error.exit_code))
+        raise error
+
+
+class _Signals:
+    """Notes the signals that ask for an end, where they can be caught: in the main thread."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.insisted = False
+        self._first_at = 0.0
+        self._earlier: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                # Ignored (nohup, a background job) stays ignored; None is a handler of C code.
+                if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+                    self._earlier[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for signum, handler in self._earlier.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.first is None:
+            self.first = signal.Signals(signum)
+            self._first_at = time.monotonic()
+        elif time.monotonic() - self._first_at > _ECHO_SECONDS:
+            self.insisted = True
+
+    def note_end_of_program(self) -> None:
+        """In a thread: when the program's main thread is gone, the ranks are to end as well."""
+        if self.first is None and not threading.main_thread().is_alive():
+            self.first = signal.SIGTERM
+
+
+def _passed_on(signum: signal.Signals) -> signal.Signals:
+    """What ranks get to see: they know Ctrl-C and SIGTERM, a hang-up is the latter to them."""
+    return signal.SIGTERM if signum is signal.SIGHUP else signum
+
+
+@contextlib.contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Torch's own messages (a warning per signal, a banner per failure) would bury ours."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    swallow, propagated = logging.NullHandler(), logger.propagate
+    logger.addHandler(swallow)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = propagated
+        logger.removeHandler(swallow)
+
+
+def _rank_env(job: LocalJob) -> dict[str, str]:
+    env = {"PYTHONUNBUFFERED": "1"}
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Each rank would take every core for itself, and all of them would get slower.
+        env["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // job.nproc))
+    home = str(Path(paceline.__file__).parent.parent)
+    if home not in (*site.getsitepackages(), site.getusersitepackages()):
+        # Found through a source folder on this process's path: ranks must find it too.
+        env["PYTHONPATH"] = os.pathsep.join(
+            part for part in (os.environ.get("PYTHONPATH", ""), home) if part
+        )
+    return {**env, **job.env}
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _write_payload(folder: Path, function: Callable[[], Any]) -> None:
+    import cloudpickle
+
+    caller = {"path": sys.path, "argv": sys.argv}
+    (folder / "caller.json").write_text(json.dumps(caller))
+    try:
+        payload = cloudpickle.dumps(function)
+    except Exception as error:
+        raise LaunchError(
+            f"what should run on the ranks cannot be sent to them: {type(error).__name__}: "
+            f"{error}. Models, datasets and functions that hold open files, locks or connections "
+            "must make them on the rank instead, or be run with: paceline train --script"
+        ) from error
+    (folder / "function.pkl").write_bytes(payload)
+
+
+def _read_value(folder: Path) -> Any:
+    import cloudpickle
+
+    try:
+        value = (folder / "value.pkl").read_bytes()
+    except FileNotFoundError:
+        raise LaunchError(
+            "rank 0 left without returning a value (did the function call sys.exit?)."
+        ) from None
+    return cloudpickle.loads(value)

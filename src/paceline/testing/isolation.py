@@ -1,0 +1,128 @@
+"""What a job may change in its rank, put back after it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.world import rng_state, set_rng_state
+
+
+class Snapshot:
+    """The state of this process that jobs commonly change; :meth:`restore` puts it back."""
+
+    def __init__(self) -> None:
+        self._values = [(restore, read()) for read, restore in _STATE]
+        self._threads = set(threading.enumerate())
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for restore, value in self._values:
+            restore(value)
+
+    def new_threads(self) -> list[str]:
+        """Threads that started since and still run: they cannot be put back."""
+        started = set(threading.enumerate()) - self._threads
+        return [thread.name for thread in started if thread.is_alive()]
+
+
+def children() -> dict[int, str]:
+    """Live child processes of this one, by id, with their command lines. Empty where unknown."""
+    found = {}
+    for task in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, task.read_text().split()):
+            if is_alive(pid):
+                found[pid] = command_line(pid)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and has not ended (a zombie has)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process, or ``?``."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return "?"
+    return b" ".join(words).decode(errors="replace")[:120] or "?"
+
+
+def _signals() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _set_signals(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+def _set_environ(values: dict[str, str]) -> None:
+    if dict(os.environ) != values:
+        os.environ.clear()
+        os.environ.update(values)
+
+
+def _logging() -> tuple[int, list[logging.Handler]]:
+    root = logging.getLogger()
+    return root.level, root.handlers[:]
+
+
+def _set_logging(state: tuple[int, list[logging.Handler]]) -> None:
+    root = logging.getLogger()
+    root.setLevel(state[0])
+    root.handlers[:] = state[1]
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _set_in_place(target: list[Any]) -> Callable[[list[Any]], None]:
+    def restore(values: list[Any]) -> None:
+        target[:] = values
+
+    return restore
+
+
+def _set_default_device(device: torch.device) -> None:
+    if torch.get_default_device() != device:
+        torch.set_default_device(None if device.type == "cpu" else device)
+
+
+_STATE: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (lambda: dict(os.environ), _set_environ),
+    (os.getcwd, os.chdir),
+    (lambda: sys.path[:], _set_in_place(sys.path)),
+    (lambda: sys.argv[:], _set_in_place(sys.argv)),
+    (lambda: warnings.filters[:], _set_in_place(warnings.filters)),  # type: ignore[index,arg-type]
+    (_signals, _set_signals),
+    (_logging, _set_logging),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, _set_default_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on)),
+    (torch.is_anomaly_enabled, lambda on: torch.autograd.set_detect_anomaly(on)),
+    (_deterministic, lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1])),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (rng_state, set_rng_state),
+]

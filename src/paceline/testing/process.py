@@ -1,0 +1,156 @@
+"""The processes behind a pool, seen from its owner: the server, and the ranks forked from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError
+from paceline.testing.server import FORK, REAP, REPLY, REQUEST
+
+# A real-time signal where there are some: jobs and launchers use the ordinary ones themselves.
+STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+"""Makes a rank write the Python stack of its threads to its file."""
+
+
+class LiveRank:
+    """One rank's process: a connection to it, and the files it writes."""
+
+    def __init__(self, pid: int, descriptor: int, folder: Path) -> None:
+        self.pid = pid
+        self.connection = Connection(descriptor)
+        self._output = folder / f"{pid}.out"
+        self._stacks = folder / f"{pid}.stack"
+        # Children that a job forked may hold the connection open after the rank is dead: where
+        # the system can, watch the process itself.
+        self._exit: int | None = None
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self._exit = os.pidfd_open(pid)
+
+    @property
+    def signs(self) -> list[Any]:
+        """What to wait on: readable when the rank has said something or has ended."""
+        return [self.connection] if self._exit is None else [self.connection, self._exit]
+
+    def send(self, message: bytes) -> None:
+        """Send a message; a rank that has ended is found by the next :meth:`receive`."""
+        with contextlib.suppress(ConnectionError):
+            self.connection.send_bytes(message)
+
+    def receive(self) -> Any:
+        """The next message; raises ``EOFError`` when the rank has ended without one."""
+        try:
+            if self._exit is None or self.connection.poll():
+                return pickle.loads(self.connection.recv_bytes())
+        except ConnectionError:
+            pass
+        raise EOFError
+
+    def output(self) -> str:
+        """What the last job printed."""
+        return _read(self._output)
+
+    def stack(self) -> str:
+        """Where each thread of the process is now, in Python."""
+        before = len(_read(self._stacks))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, STACK_SIGNAL)
+        deadline = time.monotonic() + 2
+        while 'File "' not in (text := _read(self._stacks)[before:]):
+            if time.monotonic() > deadline:
+                return "(no Python stack: the process is stopped or does not answer signals)"
+            time.sleep(0.01)
+        time.sleep(0.05)  # let it finish writing
+        return _read(self._stacks)[before:].strip() or text
+
+    def crash_report(self) -> str:
+        """What Python wrote when a fatal signal hit the process, if it did."""
+        return _read(self._stacks).strip()
+
+    def release(self) -> None:
+        """Close what this process holds of a rank that has ended."""
+        self.connection.close()
+        if self._exit is not None:
+            os.close(self._exit)
+        self._output.unlink(missing_ok=True)
+        self._stacks.unlink(missing_ok=True)
+
+
+class RankServer:
+    """The process that imports torch once and forks ranks; see :mod:`paceline.testing.server`."""
+
+    def __init__(self, preload: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._preload = preload
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-ranks-"))
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "paceline.testing.server"),
+                    *(str(theirs.fileno()), str(self._folder), *preload),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the owner of the pool
+                env=dict(environ),
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still fork."""
+        return self._process.poll() is None
+
+    def fork(self) -> LiveRank:
+        """A new rank."""
+        data, descriptors = b"", list[int]()
+        with contextlib.suppress(ConnectionError):
+            self._control.sendall(REQUEST.pack(FORK, 0))
+            data, descriptors, _, _ = socket.recv_fds(self._control, REPLY.size, 1)
+        if len(data) != REPLY.size:
+            raise LaunchError(
+                "the process that ranks are forked from could not start or has died; what it "
+                f"printed is above. It runs `{sys.executable} -m paceline.testing.server` and "
+                f"imports {', '.join(self._preload)}."
+            )
+        return LiveRank(REPLY.unpack(data)[0], descriptors[0], self._folder)
+
+    def end(self, rank: LiveRank) -> int:
+        """End a rank that has not ended by itself; its exit code, negative for a signal."""
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            self._control.sendall(REQUEST.pack(REAP, rank.pid))
+            data = self._control.recv(REPLY.size, socket.MSG_WAITALL)
+        if len(data) != REPLY.size:  # the server is gone, and its ranks with it
+            return -signal.SIGKILL
+        return os.waitstatus_to_exitcode(REPLY.unpack(data)[1])
+
+    def close(self) -> None:
+        """End the server and every rank that is left."""
+        self._control.close()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""

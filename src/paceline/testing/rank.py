@@ -1,0 +1,165 @@
+"""What one live rank does: wait for a job, run it, report, clean up, wait again."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from paceline.testing.isolation import Snapshot, children
+from paceline.testing.process import STACK_SIGNAL
+from paceline.world import World
+from paceline.world.joining import forget_stores
+
+_SECONDS_FOR_CHILDREN_TO_END = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is told: where it stands, and what to call."""
+
+    call: bytes
+    """``(function, arguments)``, pickled by value."""
+    environ: dict[str, str]
+    folder: str
+    path: list[str]
+    join: bool
+    device: str
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it: a pickled ``result``, or an ``error`` with its traceback."""
+
+    result: bytes | None = None
+    error: bytes | None = None
+    summary: str = ""
+    traceback: str = ""
+    time: float = field(default_factory=time.monotonic)
+
+
+def serve(descriptor: int, folder: str) -> None:
+    """Run jobs from the socket ``descriptor`` until the pool closes it."""
+    connection = Connection(descriptor)
+    output = _redirect_output(Path(folder) / f"{os.getpid()}.out")
+    stacks = open(Path(folder) / f"{os.getpid()}.stack", "wb", buffering=0)  # noqa: SIM115
+    faulthandler.enable(stacks)  # says where a segmentation fault happened
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
+    torch.set_num_threads(1)
+    snapshot = Snapshot()
+    while True:
+        try:
+            job: Job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        os.ftruncate(output, 0)
+        connection.send_bytes(pickle.dumps(_run(job)))
+        # Stay connected until every rank is through: a peer may still need this one.
+        try:
+            connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(pickle.dumps(_clean_up(snapshot)))
+
+
+def _redirect_output(path: Path) -> int:
+    """Everything this process and its libraries print goes to a file the pool can read."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = os.fdopen(os.dup(descriptor), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(descriptor), "w", buffering=1)
+    return descriptor
+
+
+def _run(job: Job) -> Outcome:
+    try:
+        os.environ.clear()
+        os.environ.update(job.environ)
+        os.chdir(job.folder)
+        sys.path[:] = job.path
+        function, arguments = pickle.loads(job.call)
+        if job.join:
+            World.init(device=job.device, timeout=job.timeout)
+        result = function(*arguments)
+        return Outcome(result=_pickled_result(result))
+    except BaseException as error:  # a job may raise anything, SystemExit too; the rank lives on
+        outcome = Outcome(
+            error=_pickled_error(error),
+            summary="".join(traceback.format_exception_only(error)).strip(),
+            traceback=_own_traceback(error),
+        )
+        # The other ranks learn at once that this one is gone, instead of waiting for it.
+        _leave_world()
+        return outcome
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _pickled_result(result: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(result).__name__} that cannot be sent back: {error}. "
+            "Return tensors, numbers, strings, or containers of them."
+        ) from error
+
+
+def _pickled_error(error: BaseException) -> bytes | None:
+    """The error itself, where it survives the journey; its words always do."""
+    try:
+        data = cloudpickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback without the frames of the pool itself."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _leave_world() -> None:
+    if World._joined is not None:
+        World._joined.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    forget_stores()
+
+
+def _clean_up(snapshot: Snapshot) -> tuple[list[str], bool]:
+    """Make the rank as it was; returns the processes that were left behind, and if it is reusable."""
+    _leave_world()
+    snapshot.restore()
+    gc.collect()  # models and loaders in cycles hold sockets and worker processes
+    deadline = time.monotonic() + _SECONDS_FOR_CHILDREN_TO_END
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    processes = [f"process {pid} ({name})" for pid, name in children().items()]
+    # A thread that goes on may be a library's helper: no fault, but the next job gets a fresh rank.
+    reusable = not processes and not snapshot.new_threads()
+    return processes, reusable
+
+

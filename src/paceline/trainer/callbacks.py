@@ -1,0 +1,99 @@
+"""Code that looks on while a run trains, and may ask it to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import TrainingError
+
+if TYPE_CHECKING:
+    from paceline.engine import StepResult
+    from paceline.trainer.history import History
+    from paceline.trainer.trainer import Trainer
+
+
+class Callback:
+    """Override what you need. Every rank calls every method, with the same values.
+
+    ``trainer.step``, ``trainer.epoch`` and ``trainer.engine`` tell where the run is;
+    ``trainer.stop()`` on any rank ends the run on all of them after the current step. What
+    ``state_dict`` returns is saved with each checkpoint and given back on resume.
+    """
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Before the first step, after a resume has been loaded."""
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        """After each optimizer step."""
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """After each pass over the validation data."""
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        """After the last step of an epoch."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """After a checkpoint is complete on disk."""
+
+    def on_fit_end(self, trainer: Trainer, history: History) -> None:
+        """After the last step, evaluation and checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to survive a resume."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what an earlier ``state_dict`` returned."""
+
+
+class EarlyStopping(Callback):
+    """Stop when ``metric`` has not improved by more than ``min_delta`` for ``patience`` evaluations."""
+
+    def __init__(
+        self, metric: str = "loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0
+    ) -> None:
+        if patience < 1:
+            raise TrainingError(f"EarlyStopping: patience={patience} must be 1 or more.")
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = min_delta
+        self._sign = sign_of(mode)
+        self.best = math.inf
+        self.waited = 0
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Compare with the best so far."""
+        value = self._sign * value_of(metrics, self.metric, "EarlyStopping")
+        if value < self.best - self.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            trainer.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and how long ago it was."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.best, self.waited = state["best"], state["waited"]
+
+
+def sign_of(mode: str) -> int:
+    """1 where smaller is better, -1 where larger is."""
+    if mode not in ("min", "max"):
+        raise TrainingError(f"mode={mode!r} must be 'min' (smaller is better) or 'max'.")
+    return 1 if mode == "min" else -1
+
+
+def value_of(metrics: Mapping[str, float], name: str, who: str) -> float:
+    """The metric ``name``, or an error that lists what there is."""
+    if name not in metrics:
+        raise TrainingError(
+            f"{who} watches the metric {name!r}, but the evaluation gave {', '.join(metrics)}."
+        )
+    return metrics[name]

@@ -1,0 +1,140 @@
+"""A pass over the validation data, with metrics that are right however the data was cut."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.data import Loader
+from paceline.engine import Engine
+from paceline.engine.loss import target_of
+from paceline.errors import DataError, TrainingError
+from paceline.world import collectives, rng_state, set_rng_state
+
+MetricFunction = Callable[[Any, Any], Any]
+
+
+class WholeSet:
+    """A metric that cannot be averaged over batches, such as AUC or F1.
+
+    ``function(outputs, targets)`` is called once, on every rank, with the tensors of all ranks in
+    the order of the validation data, on the CPU.
+    """
+
+    def __init__(self, function: MetricFunction) -> None:
+        self.function = function
+
+
+Metric = MetricFunction | WholeSet
+
+
+def evaluate(
+    engine: Engine,
+    loader: Loader,
+    metrics: Mapping[str, Metric],
+    *,
+    batches: int | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, float], int, float]:
+    """Loss and metrics over ``loader`` from its start; also the samples and the seconds.
+
+    ``between`` is called by every rank after each batch, and may raise to end the pass. The
+    random streams of training are left as they were.
+    """
+    started = time.perf_counter()
+    random = rng_state()
+    tally = _Tally(metrics)
+    loader.seek(0)
+    try:
+        with engine.evaluating():
+            for index, batch in enumerate(itertools.islice(iter(loader), batches)):
+                for part in engine.evaluate(batch):
+                    tally.add(index, part.batch, part.samples, part.term)
+                between()
+    finally:
+        set_rng_state(random)
+    values, samples = tally.reduce(engine)
+    if samples == 0:
+        raise DataError("the validation data gave no samples.")
+    return values, samples, time.perf_counter() - started
+
+
+class _Tally:
+    """Sums and counts of this rank, by metric; made into means over all ranks at the end."""
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self.metrics = metrics
+        self.sums = {"loss": 0.0, **{n: 0.0 for n, m in metrics.items() if callable(m)}}
+        self.counts = dict.fromkeys(self.sums, 0.0)
+        self.samples = 0
+        # (batch, output, target) for the metrics that need everything at once
+        self.rows: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, index: int, batch: Any, samples: int, term: Any) -> None:
+        self.samples += samples
+        self.sums["loss"] += float(term.total)
+        self.counts["loss"] += float(term.count)
+        target = target_of(batch)
+        for name, metric in self.metrics.items():
+            if isinstance(metric, WholeSet):
+                continue
+            value = metric(term.output, target)
+            total, count = value if isinstance(value, tuple) else (value * samples, samples)
+            self.sums[name] += _number(name, total)
+            self.counts[name] += _number(name, count)
+        if any(isinstance(metric, WholeSet) for metric in self.metrics.values()):
+            self.rows.append((index, *_tensors(term.output, target)))
+
+    def reduce(self, engine: Engine) -> tuple[dict[str, float], int]:
+        numbers = [*self.sums.values(), *self.counts.values(), float(self.samples)]
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        if engine.world.size > 1:
+            group = engine.world.everyone.cpu_group
+            torch.distributed.all_reduce(tensor, group=group)
+        *both, samples = tensor.tolist()
+        sums, counts = both[: len(self.sums)], both[len(self.sums) :]
+        values = {
+            name: total / count if count else float("nan")
+            for name, total, count in zip(self.sums, sums, counts, strict=True)
+        }
+        values |= self._whole_set_values()
+        return values, int(samples)
+
+    def _whole_set_values(self) -> dict[str, float]:
+        whole = {n: m for n, m in self.metrics.items() if isinstance(m, WholeSet)}
+        if not whole:
+            return {}
+        everyone = collectives.all_gather_object(self.rows)
+        # Each rank kept its slice of every global batch: put the slices back side by side.
+        rows = sorted(
+            ((row[0], rank, place, row) for rank, own in enumerate(everyone)
+             for place, row in enumerate(own)),
+            key=lambda entry: entry[:3],
+        )  # fmt: skip
+        outputs = torch.cat([row[1] for *_, row in rows])
+        targets = torch.cat([row[2] for *_, row in rows])
+        return {n: _number(n, metric.function(outputs, targets)) for n, metric in whole.items()}
+
+
+def _tensors(output: Any, target: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        raise TrainingError(
+            f"WholeSet needs a tensor output and a tensor target, not {type(output).__name__} and "
+            f"{type(target).__name__}. Use a metric function on each batch instead."
+        )
+    return output.detach().cpu(), target.detach().cpu()
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TrainingError(
+            f"metric {name!r} returned {type(value).__name__}, not one number. Return the mean "
+            "over the batch's samples, or a pair (sum, count)."
+        ) from None

@@ -1,0 +1,93 @@
+"""What a run went through: the values of its events, gathered for the person who called ``fit``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from paceline import events
+from paceline.events import EpochDone, EvalDone, Event, RunFinished, StepDone
+
+
+@dataclass
+class History:
+    """Per-step, per-evaluation and per-epoch records of a run, in order.
+
+    A step that was run again after a resume appears once, with its last values.
+    """
+
+    steps: list[StepDone] = field(default_factory=list)
+    evals: list[EvalDone] = field(default_factory=list)
+    epochs: list[EpochDone] = field(default_factory=list)
+    reason: str = ""
+    """Why the run ended: ``done``, ``stopped`` or ``interrupted``; empty while it runs."""
+    seconds: float = 0.0
+    """Total time of ``fit``, over all its resumes where the events were read from disk."""
+
+    @classmethod
+    def read(cls, run_dir: str | os.PathLike[str]) -> History:
+        """The history of the run in ``run_dir``."""
+        return cls.from_events(events.read(run_dir))
+
+    @classmethod
+    def from_events(cls, records: Iterable[Event]) -> History:
+        """Gather ``records``, oldest first."""
+        history = cls()
+        for record in records:
+            history.add(record)
+        return history
+
+    def add(self, event: Event) -> None:
+        """Take in one more event."""
+        if isinstance(event, StepDone):
+            # After a resume the run has gone back: what came later did not happen.
+            self._rewind(event.step)
+            self.steps.append(event)
+        elif isinstance(event, EvalDone):
+            self.evals = [e for e in self.evals if e.step != event.step]
+            self.evals.append(event)
+        elif isinstance(event, EpochDone):
+            self.epochs = [e for e in self.epochs if e.epoch != event.epoch]
+            self.epochs.append(event)
+        elif isinstance(event, RunFinished):
+            self.reason = event.reason
+            self.seconds += event.seconds
+
+    def _rewind(self, step: int) -> None:
+        if self.steps and self.steps[-1].step >= step:
+            self.steps = [s for s in self.steps if s.step < step]
+            self.evals = [e for e in self.evals if e.step < step]
+            self.epochs = [e for e in self.epochs if e.step < step]
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of every step."""
+        return [record.loss for record in self.steps]
+
+    def metric(self, name: str = "loss") -> list[float]:
+        """A validation metric, evaluation by evaluation."""
+        return [record.metrics[name] for record in self.evals if name in record.metrics]
+
+    @property
+    def val_loss(self) -> float | None:
+        """The last validation loss, if there was one."""
+        values = self.metric("loss")
+        return values[-1] if values else None
+
+    @property
+    def samples(self) -> int:
+        """Training samples consumed."""
+        return sum(record.samples for record in self.steps)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Training throughput over all steps; evaluation and checkpoints not counted."""
+        seconds = sum(record.seconds for record in self.steps)
+        return self.samples / seconds if seconds else 0.0
+
+    def __repr__(self) -> str:
+        loss = f", loss={self.losses[-1]:.4f}" if self.steps else ""
+        val = f", val_loss={self.val_loss:.4f}" if self.val_loss is not None else ""
+        last = self.steps[-1].step if self.steps else 0
+        return f"History({self.reason or 'running'} at step {last}{loss}{val})"

@@ -1,0 +1,340 @@
+"""One call of ``fit`` on one rank: steps, evaluations, checkpoints, and a clean way out."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline import checkpoint
+from paceline.data import Loader
+from paceline.engine import StepResult
+from paceline.errors import CheckpointError, DataError, NonFiniteError
+from paceline.events import (
+    CheckpointSaved,
+    EpochDone,
+    EvalDone,
+    NonFinite,
+    Note,
+    RunFinished,
+    RunStarted,
+    StepDone,
+)
+from paceline.trainer.callbacks import sign_of, value_of
+from paceline.trainer.evaluate import evaluate
+from paceline.trainer.history import History
+from paceline.trainer.reporting import Reporter
+from paceline.trainer.stopping import GO_ON, INTERRUPT, Interrupted, StopRequests
+from paceline.world import collectives, rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from paceline.trainer.trainer import Trainer
+
+_REASONS = {GO_ON: "done", INTERRUPT: "interrupted"}
+
+
+class Loop:
+    """Drives a trainer's engine over its data until there is nothing left to do, or a stop."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        train: Loader,
+        val: Loader | None,
+        *,
+        total_steps: int | None,
+        epochs: int | None,
+        reporter: Reporter,
+        stops: StopRequests,
+    ) -> None:
+        self.trainer = trainer
+        self.engine = trainer.engine
+        self.world = trainer.engine.world
+        self.train, self.val = train, val
+        self.total_steps, self.epochs = total_steps, epochs
+        self.reporter, self.stops = reporter, stops
+        self.started = time.perf_counter()
+        self.epoch_loss, self.epoch_samples, self.epoch_seconds = 0.0, 0, 0.0
+        self.last_metrics: dict[str, float] = {}
+        self.evaluated_at = self.saved_at = -1
+        self.evaluation_due = False
+        self.best = math.inf
+        self.samples = 0
+
+    @property
+    def folder(self) -> Path | None:
+        """Where checkpoints go; ``None`` when the run keeps nothing on disk."""
+        run_dir = self.trainer.run_dir
+        return None if run_dir is None else run_dir / "checkpoints"
+
+    def run(self) -> History:
+        """Train to the end, or to where the ranks agreed to stop."""
+        self._announce()
+        self._each("on_fit_start", self.trainer)
+        request = GO_ON
+        try:
+            if self.evaluation_due:  # the run was interrupted in the middle of it
+                self._evaluate()
+            while request == GO_ON and not self._finished():
+                request = self._run_epoch()
+            if request != INTERRUPT:
+                self._evaluate()
+        except Interrupted:
+            request = INTERRUPT
+        if self.trainer.checkpoint.at_end or request == INTERRUPT:
+            self._save("stop" if request else "end")
+        history = self._finish(_REASONS.get(request, "stopped"))
+        self._each("on_fit_end", self.trainer, history)
+        return history
+
+    def _finished(self) -> bool:
+        if self.total_steps is not None and self.engine.steps_done >= self.total_steps:
+            return True
+        return self.epochs is not None and self.train.epoch >= self.epochs
+
+    def _run_epoch(self) -> int:
+        """Steps up to the end of the epoch, or of the run; what the ranks agreed on."""
+        epoch = self.trainer.epoch = self.train.epoch
+        over = False
+        steps_before = self.engine.steps_done
+        waited_from = time.perf_counter()
+        for batch in self.train:
+            result = self._step(batch)
+            self._step_done(epoch, result, time.perf_counter() - waited_from)
+            over = self.train.epoch > epoch
+            if over:
+                self._epoch_done(epoch)
+            if _due(self.trainer.evaluation.every, result.step):
+                self._evaluate()
+            if _due(self.trainer.checkpoint.every, result.step):
+                self._save("every")
+            request = self.stops.agree()
+            if request != GO_ON or self._finished():
+                return request
+            waited_from = time.perf_counter()
+        if self.engine.steps_done == steps_before:
+            raise DataError(
+                f"the training data gave no batch in epoch {epoch}: it is empty, or drop_last "
+                f"leaves nothing of it at global_batch={self.train.global_batch}."
+            )
+        if not over:  # a stream tells that it has ended only when asked for more
+            self._epoch_done(epoch)
+        return self.stops.agree()
+
+    def _step(self, batch: Any) -> StepResult:
+        try:
+            return self.engine.step(batch)
+        except NonFiniteError as error:
+            self.reporter.emit(
+                NonFinite(
+                    step=error.step,
+                    what=error.what,
+                    ranks=list(error.ranks),
+                    action="stop",
+                    detail=str(error),
+                )
+            )
+            raise
+
+    def _step_done(self, epoch: int, result: StepResult, seconds: float) -> None:
+        loss, samples = result.loss, result.samples
+        self.samples += samples
+        self.epoch_seconds += seconds
+        if math.isfinite(loss):
+            self.epoch_loss += loss * samples
+            self.epoch_samples += samples
+        if result.problem is not None and not result.problem.overflow:
+            self.reporter.emit(
+                NonFinite(
+                    step=result.step,
+                    what=result.problem.what,
+                    ranks=result.problem.ranks,
+                    action="skip",
+                    detail=result.problem.detail,
+                )
+            )
+        self.reporter.emit(
+            StepDone(
+                step=result.step,
+                epoch=epoch,
+                loss=loss,
+                lr=result.lr,
+                samples=samples,
+                seconds=seconds,
+                grad_norm=result.grad_norm,
+                skipped=result.skipped,
+            )
+        )
+        self._each("on_step_end", self.trainer, result)
+
+    def _epoch_done(self, epoch: int) -> None:
+        samples = self.epoch_samples
+        loss = self.epoch_loss / samples if samples else math.nan
+        seconds = self.epoch_seconds
+        self.epoch_loss, self.epoch_samples, self.epoch_seconds = 0.0, 0, 0.0
+        self.reporter.emit(
+            EpochDone(
+                step=self.engine.steps_done,
+                epoch=epoch,
+                loss=loss,
+                samples=samples,
+                seconds=seconds,
+            )
+        )
+        self._each("on_epoch_end", self.trainer, epoch)
+        if self.trainer.evaluation.every is None:
+            self._evaluate()
+
+    # ------------------------------------------------------------------ evaluation
+
+    def _evaluate(self) -> None:
+        step = self.engine.steps_done
+        if self.val is None or self.evaluated_at == step:
+            return
+        self.evaluation_due = True
+        metrics, samples, seconds = evaluate(
+            self.engine,
+            self.val,
+            self.trainer.metrics,
+            batches=self.trainer.evaluation.batches,
+            between=self._leave_if_interrupted,
+        )
+        self.evaluated_at, self.last_metrics, self.evaluation_due = step, metrics, False
+        epoch = self.trainer.epoch
+        self.reporter.emit(
+            EvalDone(step=step, epoch=epoch, metrics=metrics, samples=samples, seconds=seconds)
+        )
+        self._each("on_evaluate", self.trainer, metrics)
+        self._keep_best(metrics)
+
+    def _leave_if_interrupted(self) -> None:
+        if self.stops.agree() == INTERRUPT:
+            raise Interrupted
+
+    def _keep_best(self, metrics: dict[str, float]) -> None:
+        options = self.trainer.checkpoint
+        if options.best is None or self.folder is None:
+            return
+        value = sign_of(options.mode) * value_of(metrics, options.best, "Checkpointing(best=)")
+        if not value < self.best:
+            return
+        self.best = value
+        path = self._save("best")
+        if path is not None and self.world.is_main:
+            checkpoint.write_best(self.folder, path)
+
+    # ------------------------------------------------------------------ state
+
+    def _save(self, reason: str) -> Path | None:
+        """Write a checkpoint of this step, unless there is one already. A collective."""
+        step = self.engine.steps_done
+        if self.folder is None:
+            return None
+        path = self.folder / checkpoint.name_of(step)
+        if self.saved_at == step:
+            return path
+        started = time.perf_counter()
+        streams = collectives.all_gather_object(rng_state())
+        failure = None
+        if self.world.is_main:
+            try:
+                checkpoint.write(
+                    self.folder, step, self._state(streams), keep=self.trainer.checkpoint.keep
+                )
+            except CheckpointError as error:
+                failure = str(error)
+        failure = collectives.broadcast_object(failure)
+        if failure is not None:
+            raise CheckpointError(failure)
+        self.saved_at = step
+        self.reporter.emit(
+            CheckpointSaved(
+                step=step,
+                path=str(path),
+                bytes=path.stat().st_size if self.world.is_main else 0,
+                seconds=time.perf_counter() - started,
+                reason=reason,
+            )
+        )
+        self._each("on_checkpoint", self.trainer, path)
+        return path
+
+    def _state(self, streams: list[Any]) -> dict[str, Any]:
+        return {
+            "format": 1,
+            "layout": str(self.engine.layout),
+            "engine": self.engine.state_dict(),
+            "loader": self.train.state_dict(),
+            "random": streams,
+            "callbacks": [callback.state_dict() for callback in self.trainer.callbacks],
+            "loop": {
+                "epoch_loss": self.epoch_loss,
+                "epoch_samples": self.epoch_samples,
+                "epoch_seconds": self.epoch_seconds,
+                "evaluated_at": self.evaluated_at,
+                "evaluation_due": self.evaluation_due,
+                "last_metrics": self.last_metrics,
+                "best": self.best,
+            },
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint: to the bit at the same layout, to rounding at another."""
+        self.engine.load_state_dict(state["engine"])
+        self.train.load_state_dict(state["loader"])
+        for callback, saved in zip(self.trainer.callbacks, state["callbacks"], strict=False):
+            callback.load_state_dict(saved)
+        for name, value in state["loop"].items():
+            setattr(self, name, value)
+        self.saved_at = self.engine.steps_done
+        self.trainer.epoch = self.train.epoch
+        if len(state["random"]) == self.world.size:
+            set_rng_state(state["random"][self.world.rank])
+        else:
+            self.reporter.emit(
+                Note(
+                    message=f"resumed from {state['layout']} on {self.world.size} ranks: dropout "
+                    "and other randomness on the ranks starts new streams"
+                )
+            )
+            self.world.seed(self.trainer.seed + self.engine.steps_done)
+
+    # ------------------------------------------------------------------ telling
+
+    def _announce(self) -> None:
+        engine = self.engine
+        self.reporter.emit(
+            RunStarted(
+                layout=str(engine.layout),
+                world_size=self.world.size,
+                device=str(self.world.device),
+                precision=engine.options["precision"],
+                global_batch=self.train.global_batch,
+                parameters=sum(p.numel() for p in engine.model.parameters()),
+                samples_per_epoch=self.train.samples_per_epoch,
+                total_steps=self.total_steps,
+                first_step=engine.steps_done,
+            )
+        )
+
+    def _finish(self, reason: str) -> History:
+        self.reporter.emit(
+            RunFinished(
+                reason=reason,
+                step=self.engine.steps_done,
+                epoch=self.trainer.epoch,
+                samples=self.samples,
+                seconds=time.perf_counter() - self.started,
+                metrics=self.last_metrics,
+            )
+        )
+        return self.reporter.history
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for callback in self.trainer.callbacks:
+            getattr(callback, method)(*arguments)
+
+
+def _due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0

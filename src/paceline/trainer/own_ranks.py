@@ -1,0 +1,57 @@
+"""``Trainer.fit(nproc=N)``: a plain script or a notebook brings up its own ranks."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from paceline.errors import LaunchError
+from paceline.launch import local
+from paceline.track import Progress, following
+from paceline.trainer.history import History
+
+if TYPE_CHECKING:
+    from paceline.trainer.trainer import Trainer
+
+
+def fit(
+    trainer: Trainer,
+    train: Any,
+    val: Any,
+    *,
+    epochs: int | None,
+    steps: int | None,
+    nproc: int,
+    resume: bool,
+) -> History:
+    """Train on ``nproc`` new ranks; the caller's model and optimizer end up as theirs."""
+    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
+        raise LaunchError(f"fit(nproc={nproc!r}): nproc must be a whole number, 1 or more.")
+    trackers = [*trainer.trackers, *([Progress()] if trainer.progress else [])]
+    with tempfile.TemporaryDirectory(prefix="paceline-events-") as temporary:
+        # The ranks write events; the trackers read them here, where the terminal is.
+        rank_trainer = copy.copy(trainer)
+        rank_trainer.trackers, rank_trainer.progress = [], False
+        events_dir = trainer.run_dir or Path(temporary)
+
+        def on_each_rank() -> tuple[History, dict[str, Any], dict[str, Any]]:
+            rank_trainer.events_dir = events_dir
+            history = rank_trainer._fit(train, val, epochs, steps, resume)
+            engine = rank_trainer.engine
+            return history, {k: v.cpu() for k, v in engine.model.state_dict().items()}, engine.optimizer.state_dict()
+
+        with following(events_dir, trackers):
+            history, model, optimizer = local.call(
+                on_each_rank,
+                nproc=nproc,
+                log_dir=None if trainer.run_dir is None else trainer.run_dir / "logs",
+                events_dir=events_dir,
+            )
+    trainer.model.load_state_dict(model)
+    if isinstance(trainer.optimizer, Optimizer):
+        trainer.optimizer.load_state_dict(optimizer)
+    return history

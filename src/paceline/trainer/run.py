@@ -1,0 +1,123 @@
+"""What each rank of ``paceline train CONFIG`` runs: ``python -m paceline.trainer.run RUN_DIR``."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.config import Config, Target, import_target, learning_rate, load, lr_factor
+from paceline.data.text import ByteText, unigram_loss
+from paceline.engine.loss import LossFunction
+from paceline.errors import ConfigError
+from paceline.events import Baseline, EventLog
+from paceline.trainer.history import History
+from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
+from paceline.trainer.trainer import Trainer
+from paceline.world import World
+
+
+def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
+    """Build what ``config`` names and train it, on this rank of the world."""
+    world = World.init(device=config.launch.device, timeout=config.launch.timeout)
+    torch.manual_seed(config.seed)  # the same initial weights on every rank
+    model = _model(config)
+    train, val = _datasets(config)
+    if world.is_main and isinstance(train, ByteText) and isinstance(val, ByteText):
+        log = EventLog(run_dir)
+        log.write(Baseline(name="byte unigrams of the same text", loss=unigram_loss(train, val)))
+        log.close()
+    trainer = Trainer(
+        model,
+        optimizer=_optimizer(config, model),
+        loss=None if config.loss is None else _loss(config.loss),
+        global_batch=config.batch.global_batch,
+        run_dir=run_dir,
+        seed=config.seed,
+        progress=False,  # the launcher reads the events and shows them
+        data=DataOptions(
+            workers=config.data.workers,
+            shuffle=config.data.shuffle,
+            drop_last=config.data.drop_last,
+            pin_memory=config.data.pin_memory,
+        ),
+        evaluation=Evaluation(every=config.train.eval_every, batches=config.train.eval_batches),
+        checkpoint=Checkpointing(
+            every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            best=config.checkpoint.best,
+            mode=config.checkpoint.mode,
+            at_end=config.checkpoint.save_at_end,
+        ),
+        layout=config.layout,
+        microbatch=config.batch.microbatch,
+        precision=config.precision,
+        clip_norm=config.train.clip_norm,
+        clip_value=config.train.clip_value,
+        nonfinite=config.train.nonfinite,
+        sync_batchnorm=config.train.sync_batchnorm,
+        compile=config.compile,
+        schedule=_schedule(config, train),
+    )
+    return trainer.fit(
+        train, val, epochs=config.train.epochs, steps=config.train.steps, resume=resume
+    )
+
+
+def _model(config: Config) -> nn.Module:
+    model = import_target(config.model.target)(**config.model.args)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.target {config.model.target!r} made a {type(model).__name__}, not a "
+            "torch.nn.Module."
+        )
+    return model
+
+
+def _datasets(config: Config) -> tuple[Any, Any]:
+    made = import_target(config.data.target)(**config.data.args)
+    train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if config.data.val is not None:
+        val = import_target(config.data.val.target)(**config.data.val.args)
+    return train, val
+
+
+def _loss(target: Target) -> LossFunction:
+    """A class, or a function to be called with arguments, makes the loss; any other is the loss."""
+    found = import_target(target.target)
+    if inspect.isclass(found) or target.args:
+        found = found(**target.args)
+    return found
+
+
+def _optimizer(config: Config, model: nn.Module) -> Optimizer:
+    section = config.optimizer
+    arguments = {"lr": learning_rate(config), **section.args}
+    if section.weight_decay is not None:
+        arguments["weight_decay"] = section.weight_decay
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return import_target(section.target)(trainable, **arguments)
+
+
+def _schedule(config: Config, train: Any) -> Callable[[int], float]:
+    total = config.train.steps
+    if total is None and config.train.epochs is not None and hasattr(train, "__len__"):
+        batches, rest = divmod(len(train), config.batch.global_batch)
+        total = config.train.epochs * (batches + (rest > 0 and not config.data.drop_last))
+    return lambda step: lr_factor(config.schedule, step, total)
+
+
+def main() -> None:
+    """Train the run whose folder is named on the command line."""
+    run_dir = Path(sys.argv[1])
+    from_config(load(run_dir / "config.yaml"), run_dir, resume="--resume" in sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

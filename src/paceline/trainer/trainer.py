@@ -1,0 +1,272 @@
+"""The trainer: an engine plus data, evaluation, checkpoints, trackers and a stopping rule."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline import checkpoint as checkpoints
+from paceline.data import Loader, from_dataloader, loader
+from paceline.engine import Engine, EngineOptions
+from paceline.engine.engine import OptimizerFactory
+from paceline.engine.loss import LossFunction
+from paceline.errors import CheckpointError, DataError, TrainingError
+from paceline.events import FILE_NAME
+from paceline.launch.environment import read_environment
+from paceline.track import Tracker
+from paceline.trainer import own_ranks
+from paceline.trainer.callbacks import Callback
+from paceline.trainer.evaluate import Metric
+from paceline.trainer.history import History
+from paceline.trainer.loop import Loop
+from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
+from paceline.trainer.reporting import Reporter
+from paceline.trainer.stopping import STOP, StopRequests
+from paceline.world import World
+
+
+class Trainer:
+    """Trains a model on a dataset, on whatever world it is started in.
+
+    ``model``, ``loss``, ``optimizer`` and the engine's options (``layout``, ``precision``,
+    ``clip_norm``, …) are those of :class:`paceline.Engine`.
+
+    Args:
+        global_batch: samples per optimizer step, over all ranks; not needed where the data is a
+            torch ``DataLoader``, whose batch size it then is.
+        run_dir: the run's folder for events and checkpoints; ``None`` keeps nothing on disk.
+        seed: orders the samples and starts each rank's random streams.
+        metrics: validation metrics by name, called as ``metric(output, target)`` on each batch
+            and returning its mean over the samples or a pair ``(sum, count)``; or
+            :class:`paceline.WholeSet` for metrics that need everything at once.
+        callbacks: see :class:`paceline.Callback`.
+        trackers: readers of the run's events, such as those in :mod:`paceline.track`.
+        progress: show a progress bar, or lines where the output is not a terminal.
+        data, evaluation, checkpoint: how batches are drawn, when to evaluate, what to save.
+        timeout: seconds a rank waits for the others.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Optimizer | OptimizerFactory,
+        loss: LossFunction | None = None,
+        global_batch: int | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: Sequence[Callback] = (),
+        trackers: Sequence[Tracker] = (),
+        progress: bool = True,
+        data: DataOptions = DataOptions(),
+        evaluation: Evaluation = Evaluation(),
+        checkpoint: Checkpointing = Checkpointing(),
+        timeout: float | None = None,
+        **engine: Unpack[EngineOptions],
+    ) -> None:
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.global_batch = global_batch
+        self.run_dir = None if run_dir is None else Path(run_dir)
+        self.seed = seed
+        self.metrics = dict(metrics or {})
+        if "loss" in self.metrics:
+            raise TrainingError("metrics: the name 'loss' is taken by the loss itself.")
+        self.callbacks = list(callbacks)
+        self.trackers = list(trackers)
+        self.progress = progress
+        self.data, self.evaluation, self.checkpoint = data, evaluation, checkpoint
+        self.timeout = timeout
+        self.engine_options = engine
+        # Where this rank writes events; fit(nproc=…) sets it where there is no run_dir.
+        self.events_dir = self.run_dir
+        self.epoch = 0
+        self._engine: Engine | None = None
+        self._stops: StopRequests | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, once ``fit`` has built it."""
+        if self._engine is None:
+            raise TrainingError("the trainer has no engine before fit() is called.")
+        return self._engine
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps the run has done."""
+        return 0 if self._engine is None else self._engine.steps_done
+
+    def stop(self) -> None:
+        """Ask, from a callback on any rank, that the run ends after the current step."""
+        if self._stops is not None:
+            self._stops.ask(STOP)
+
+    def fit(
+        self,
+        train: Any,
+        val: Any = None,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        nproc: int | None = None,
+        resume: bool = False,
+    ) -> History:
+        """Train on ``train`` for ``epochs`` or ``steps``, evaluating on ``val``.
+
+        Both may be a dataset, a torch ``DataLoader`` or a :class:`paceline.data.Loader`. Started
+        by a launcher, the process joins its world; started by hand it trains alone, or with
+        ``nproc`` brings up that many ranks, waits for them, and takes over what they learned.
+
+        ``resume`` goes on from the newest checkpoint in ``run_dir`` (from the beginning where
+        there is none). Ctrl-C or SIGTERM ends the run after the current step, saves a checkpoint
+        where there is a ``run_dir``, and raises ``KeyboardInterrupt``.
+        """
+        _check_length(epochs, steps)
+        self._check_folder(resume)
+        if nproc is not None and read_environment() is None:
+            if nproc == 1:
+                return self._fit(train, val, epochs, steps, resume)
+            return own_ranks.fit(
+                self, train, val, epochs=epochs, steps=steps, nproc=nproc, resume=resume
+            )
+        world = World.init(timeout=self.timeout)
+        if nproc is not None and nproc != world.size:
+            raise TrainingError(
+                f"fit(nproc={nproc}) was called in a world of {world.size} ranks that a launcher "
+                f"started. Leave nproc out, or start {nproc} ranks."
+            )
+        return self._fit(train, val, epochs, steps, resume)
+
+    def _fit(
+        self, train: Any, val: Any, epochs: int | None, steps: int | None, resume: bool
+    ) -> History:
+        """``fit`` on this rank."""
+        world = World.init(timeout=self.timeout)
+        if not self.model.training:
+            self.model.train()
+        world.seed(self.seed)
+        self._engine = Engine(
+            self.model,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            world=world,
+            **self.engine_options,
+        )
+        self.model, self.optimizer = self._engine.model, self._engine.optimizer
+        train_loader = self._loader(train, "train")
+        val_loader = None if val is None else self._loader(val, "val")
+        state = self._state_to_resume(world, resume)
+        reporter = self._reporter(world, state is not None)
+        with StopRequests(world) as stops:
+            self._stops = stops
+            loop = Loop(
+                self,
+                train_loader,
+                val_loader,
+                total_steps=_total_steps(train_loader, epochs, steps),
+                epochs=epochs,
+                reporter=reporter,
+                stops=stops,
+            )
+            try:
+                if state is not None:
+                    loop.restore(state)
+                history = loop.run()
+            finally:
+                self._stops = None
+                reporter.close()
+                train_loader.close()
+                if val_loader is not None:
+                    val_loader.close()
+        if history.reason == "interrupted":
+            _leave(stops.signal)
+        return history
+
+    def _loader(self, data: Any, name: str) -> Loader:
+        training = name == "train"
+        if isinstance(data, Loader):
+            return data
+        if isinstance(data, DataLoader):
+            return from_dataloader(data, global_batch=self.global_batch, seed=self.seed)
+        if self.global_batch is None:
+            raise DataError(
+                f"fit({name}=…) got a {type(data).__name__}: pass global_batch= to the Trainer, "
+                "the samples per optimizer step over all ranks."
+            )
+        options = self.data
+        return loader(
+            data,
+            global_batch=self.global_batch,
+            seed=self.seed,
+            shuffle=options.shuffle and training,
+            drop_last=options.drop_last and training,
+            workers=options.workers,
+            pin_memory=options.pin_memory,
+            collate_fn=options.collate_fn,
+        )
+
+    def _check_folder(self, resume: bool) -> None:
+        """A folder that holds a run is continued or left alone, never written over."""
+        if self.run_dir is None:
+            if resume:
+                raise TrainingError("fit(resume=True) needs a run_dir to resume from.")
+            return
+        restarted = (place := read_environment()) is not None and place.restart_count > 0
+        if resume or restarted:
+            return
+        if checkpoints.steps(self.run_dir / "checkpoints"):
+            raise CheckpointError(
+                f"{self.run_dir} already holds a run with checkpoints. Pass resume=True to go on "
+                "with it, or choose another run_dir."
+            )
+
+    def _state_to_resume(self, world: World, resume: bool) -> dict[str, Any] | None:
+        if self.run_dir is None or not (resume or world.restart_count > 0):
+            return None
+        found = checkpoints.latest(self.run_dir / "checkpoints")
+        return None if found is None else found[1]
+
+    def _reporter(self, world: World, resumed: bool) -> Reporter:
+        history = History()
+        if resumed and self.run_dir is not None and (self.run_dir / FILE_NAME).exists():
+            history = History.read(self.run_dir)
+            history.reason = ""
+        trackers = list(self.trackers)
+        if self.progress and world.is_main:
+            from paceline.track import Progress
+
+            trackers.append(Progress())
+        return Reporter(self.events_dir, trackers, history, main=world.is_main)
+
+
+def _check_length(epochs: int | None, steps: int | None) -> None:
+    if (epochs is None) == (steps is None):
+        raise TrainingError(
+            f"fit(epochs={epochs}, steps={steps}): give exactly one of epochs and steps."
+        )
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
+            raise TrainingError(f"fit({name}={value!r}): {name} must be a whole number, 1 or more.")
+
+
+def _total_steps(train: Loader, epochs: int | None, steps: int | None) -> int | None:
+    if steps is not None:
+        return steps
+    assert epochs is not None
+    return None if train.steps_per_epoch is None else epochs * train.steps_per_epoch
+
+
+def _leave(number: int | None) -> None:
+    """End as the signal would have ended us, after the state has been saved."""
+    if number == signal.SIGTERM:
+        raise SystemExit(128 + signal.SIGTERM)
+    raise KeyboardInterrupt
