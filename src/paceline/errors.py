@@ -6,6 +6,7 @@ Each message names the value that was found, the rule it breaks and what to do n
     ├── ConfigError (ValueError)          a config file, an override or a command-line value
     ├── LayoutError (ValueError)          a layout that cannot be parsed or does not fit its world
     ├── DataError (ValueError)            a dataset, a batch or a loader setting
+    │   └── UnknownLength (TypeError)     len() of a loader whose data does not say
     ├── LossError (ValueError)            what a loss function or a model returned
     ├── TrainingError (ValueError)        a call to the engine or the trainer that makes no sense
     ├── WorldError (RuntimeError)         joining a world: environment, backend, device, seeding
@@ -42,6 +43,10 @@ class LayoutError(PacelineError, ValueError):
 
 class DataError(PacelineError, ValueError):
     """A dataset, a batch or a loader setting that cannot be used."""
+
+
+class UnknownLength(DataError, TypeError):
+    """``len()`` of a loader over a stream; a ``TypeError`` too, so that ``list()`` copes."""
 
 
 class LossError(PacelineError, ValueError):

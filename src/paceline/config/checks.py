@@ -24,6 +24,8 @@ from paceline.layout import Layout
 _OTHER_AXES = {"zero": 0, "replicas": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
 """The axes that this version cannot train, and the degree that means "not used"."""
 
+_RANK_KEYS: tuple[Path, ...] = (("layout",), ("launch", "nproc"))
+
 Problems = Iterator[tuple[Path, str]]
 
 
@@ -69,7 +71,7 @@ def _targets(config: Config, callees: dict[str, Callee]) -> Problems:
         callees[".".join(section)] = callee
         given: set[str] = set()
         if section == ("optimizer",):
-            given = {"params", "lr"}
+            given = {"params", "lr", "weight_decay"}
             yield from _optimizer_arguments(config, callee)
         # A loss function gets the model's output and the target at every step.
         later = section == ("loss",) and callee.kind == "function"
@@ -102,7 +104,7 @@ def _duration(config: Config) -> Problems:
     steps, epochs = config.train.steps, config.train.epochs
     if steps is not None and epochs is not None:
         yield (
-            ("train", "epochs"),
+            config._sources.culprit(("train", "epochs"), ("train", "steps")),
             f"train.steps={steps} and train.epochs={epochs} are both set; set one of them to null",
         )
     if steps is None and epochs is None:
@@ -110,7 +112,7 @@ def _duration(config: Config) -> Problems:
     warmup = config.schedule.warmup_steps
     if steps is not None and epochs is None and warmup >= steps:
         yield (
-            ("schedule", "warmup_steps"),
+            config._sources.culprit(("schedule", "warmup_steps"), ("train", "steps")),
             f"schedule.warmup_steps={warmup} must be below train.steps={steps}, or the run ends "
             "before it reaches its learning rate",
         )
@@ -138,11 +140,11 @@ def _ranks(config: Config, gpus: int) -> Problems:
     try:
         layout = Layout.parse(config.layout, world_size=nproc)
     except LayoutError as error:
-        yield ("layout",), f"{error} (launch.nproc={config.launch.nproc})"
+        yield config._sources.culprit(*_RANK_KEYS), f"{error} (launch.nproc={config.launch.nproc})"
     else:
         if layout.world_size != nproc:
             yield (
-                ("layout",),
+                config._sources.culprit(*_RANK_KEYS),
                 f"layout {config.layout!r} needs {layout.world_size} ranks, but launch.nproc="
                 f"{nproc}; make them agree, or leave one of them at auto",
             )
@@ -164,7 +166,7 @@ def _ranks(config: Config, gpus: int) -> Problems:
         )
     elif on_gpu(config, gpus) and nproc > gpus:
         yield (
-            ("launch", "nproc") if config.launch.nproc != "auto" else ("layout",),
+            config._sources.culprit(*_RANK_KEYS),
             f"{nproc} ranks need {nproc} GPUs, but this machine has {gpus}; set launch.nproc to "
             f"{gpus} or less, or launch.device to cpu",
         )
@@ -178,13 +180,15 @@ def _batch(config: Config, gpus: int) -> Problems:
     total, micro = config.batch.global_batch, config.batch.microbatch
     if total < dp:
         yield (
-            ("batch", "global_batch"),
+            config._sources.culprit(("batch", "global_batch"), *_RANK_KEYS),
             f"batch.global_batch={total} must be at least dp={dp}, or some ranks get no samples",
         )
     largest_share = -(-total // dp)
     if micro is not None and micro > largest_share:
         yield (
-            ("batch", "microbatch"),
+            config._sources.culprit(
+                ("batch", "microbatch"), ("batch", "global_batch"), *_RANK_KEYS
+            ),
             f"batch.microbatch={micro} must be at most {largest_share}: a rank's share of "
             f"batch.global_batch={total} over dp={dp}",
         )
@@ -223,10 +227,10 @@ def _saving(config: Config, callees: Mapping[str, Callee]) -> Problems:
             "checkpoint.mode=max has no effect without checkpoint.best; name the metric there",
         )
     steps, every = config.train.steps, checkpoint.every
-    never = every is None or (steps is not None and config.train.epochs is None and every > steps)
-    if never and not checkpoint.save_at_end and checkpoint.best is None and every is not None:
+    too_late = every is not None and steps is not None and every > steps
+    if too_late and not checkpoint.save_at_end and checkpoint.best is None:
         yield (
-            ("checkpoint", "every"),
+            config._sources.culprit(("checkpoint", "every"), ("train", "steps")),
             f"checkpoint.every={every} is beyond train.steps={steps} and "
             "checkpoint.save_at_end=false: nothing would be saved",
         )
@@ -260,7 +264,7 @@ def _demo_model(config: Config) -> Problems:
     width, heads = args.get("width"), args.get("heads")
     if isinstance(width, int) and isinstance(heads, int) and (heads < 1 or width % heads):
         yield (
-            ("model", "args", "width"),
+            config._sources.culprit(("model", "args", "width"), ("model", "args", "heads")),
             f"model.args.width={width} must be a multiple of model.args.heads={heads}",
         )
     context, length = args.get("context"), config.data.args.get("context")
@@ -271,7 +275,7 @@ def _demo_model(config: Config) -> Problems:
         and length > context
     ):
         yield (
-            ("data", "args", "context"),
+            config._sources.culprit(("data", "args", "context"), ("model", "args", "context")),
             f"data.args.context={length} must be at most model.args.context={context}, the "
             "longest sequence the model takes",
         )

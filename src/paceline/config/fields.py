@@ -5,6 +5,7 @@ Each check returns the value or raises ``ValueError`` with the text a person rea
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -45,7 +46,14 @@ def _import_path(value: str) -> str:
 
 
 def _optimizer_name(value: str) -> str:
-    return value if value in OPTIMIZERS else _import_path(value)
+    if value in OPTIMIZERS or _IMPORT_PATH.fullmatch(value):
+        return value
+    near = difflib.get_close_matches(value.lower(), OPTIMIZERS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"{value!r} is neither one of {', '.join(OPTIMIZERS)} nor an import path like "
+        f"'package.module:Name'{hint}"
+    )
 
 
 def _layout(value: str) -> str:

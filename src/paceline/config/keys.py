@@ -104,7 +104,9 @@ _IN_SECTION = {
     "path": "target",
     "save_last": "save_at_end",
     "size": "global_batch",
+    "tracking_uri": "uri",
     "type": "name",
+    "url": "uri",
 }
 """What other frameworks call a key of the same section."""
 

@@ -82,15 +82,15 @@ def _read(
 
 
 def _text(file: FilePath, name: str) -> str:
-    if file.is_dir():
-        inside = file / "config.yaml"
-        hint = f"; did you mean '{inside}'?" if inside.is_file() else ""
-        raise ConfigError(f"{name}: is a folder, not a config file{hint}")
-    if not file.exists():
-        raise ConfigError(_missing(file, name))
-    if file.suffix not in SUFFIXES:
-        raise ConfigError(f"{name}: a config file must end with {', '.join(SUFFIXES)}")
     try:
+        if file.is_dir():
+            inside = file / "config.yaml"
+            hint = f"; did you mean '{inside}'?" if inside.is_file() else ""
+            raise ConfigError(f"{name}: is a folder, not a config file{hint}")
+        if not file.exists():
+            raise ConfigError(_missing(file, name))
+        if file.suffix not in SUFFIXES:
+            raise ConfigError(f"{name}: a config file must end with {', '.join(SUFFIXES)}")
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -106,8 +106,9 @@ def _missing(file: FilePath, name: str) -> str:
     if not folder.is_dir():
         return f"{name}: no such file; there is no folder '{folder}'"
     there = sorted(item.name for item in folder.iterdir() if item.suffix in SUFFIXES)
-    near = nearest(file.name, there, 0.6) or nearest(f"{file.name}.yaml", there, 0.9)
+    by_stem = {FilePath(found).stem: found for found in there}
+    near = nearest(file.stem, by_stem, 0.6)
     if near is not None:
-        return f"{name}: no such file; did you mean '{folder / near}'?"
+        return f"{name}: no such file; did you mean '{folder / by_stem[near]}'?"
     listing = f"; the configs there are {', '.join(there[:10])}" if there else ""
     return f"{name}: no such file{listing}"

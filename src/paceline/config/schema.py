@@ -267,7 +267,7 @@ class Config(Section):
 
     name: RunName = Field(default="run", description="Name of the run and of its folder.")
     seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Decides weights, data order and dropout."
+        default=0, ge=0, le=2**32 - 1, description="Decides weights, data order and dropout."
     )
     model: Model = Field(default=Model(), description="The model to train.")
     loss: Target | None = Field(

@@ -50,6 +50,12 @@ class Sources:
                 return self.places[path[:length]]
         return 0, self.origin
 
+    def culprit(self, *paths: Path) -> Path:
+        """Of keys that do not go together, the one to point at: an override, else the first."""
+        written = [path for path in paths if path in self.places]
+        overrides = [path for path in written if self.places[path][0] >= _AFTER_EVERY_LINE]
+        return (overrides or written or list(paths))[0]
+
     def messages(self, problems: Iterable[tuple[Path, str]]) -> list[str]:
         """Each text after the place its key was written at, in the order of the file."""
         placed = [(*self.place(path), text) for path, text in problems]

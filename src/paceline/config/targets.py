@@ -87,8 +87,8 @@ def argument_problems(
     for name in args:
         if callee.accepts is not None and name not in callee.accepts:
             near = nearest(name, callee.accepts)
-            takes = ", ".join(callee.accepts) or "no arguments"
-            hint = f"; did you mean {near!r}?" if near else f"; it takes {takes}"
+            takes = ", ".join(known for known in callee.accepts if known not in given)
+            hint = f"; did you mean {near!r}?" if near else f"; it takes {takes or 'none'}"
             problems.append((name, f"has no argument {name!r}{hint}"))
     missing = [name for name in callee.needs if name not in args and name not in given]
     if missing and all_needed:

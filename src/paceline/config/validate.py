@@ -51,7 +51,7 @@ def _explain_one(detail: ErrorDetails) -> tuple[Path, str]:
         case "extra_forbidden":
             return path, unknown_key(path, path[:-1], suggest(path[:-1], path[-1]))
         case "missing":
-            return path, f"{dotted} is missing; it takes {expected(FIELDS[path])}"
+            return path, f"{dotted} is missing; it takes {_takes(path)}"
         case "value_error":
             text = str(detail["ctx"]["error"])
             return path, text if path == ("layout",) else f"{dotted}: {text}"
@@ -61,7 +61,15 @@ def _explain_one(detail: ErrorDetails) -> tuple[Path, str]:
     hint = f"; did you mean {meant!r}?" if meant else ""
     if value is None and (section_of(info) or is_free(path)):
         hint = "; give it keys, or leave it out"
-    return path, f"{dotted} must be {expected(info)}; got {found(value)}{hint}"
+    return path, f"{dotted} must be {_takes(path)}; got {found(value)}{hint}"
+
+
+def _takes(path: Path) -> str:
+    if path == ("track", "mlflow"):
+        return f"true, false, or a mapping with keys among {', '.join(keys_of(path))}"
+    if path[-1] == "target":
+        return "an import path like 'package.module:Name'"
+    return expected(FIELDS[path])
 
 
 def _without_unknown(

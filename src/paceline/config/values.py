@@ -97,13 +97,13 @@ def _kind(kind: Any, limits: list[Any]) -> str:
         return ("a whole number" if kind is int else "a number") + _range(limits)
     if kind is str:
         filled = any(getattr(limit, "min_length", None) for limit in limits)
-        return "a string that is not empty" if filled else "a string"
+        return "a non-empty string" if filled else "a string"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return f"a mapping with keys among {', '.join(kind.model_fields)}"
     return "a mapping"
 
 
-_BOUNDS = ("ge", "gt", "le", "lt")
+_BOUNDS = ("ge", "gt", "le")
 
 
 def _range(limits: list[Any]) -> str:
@@ -115,8 +115,6 @@ def _range(limits: list[Any]) -> str:
         return f" from {bounds['ge']} to {bounds['le']}"
     if "gt" in bounds:
         return f" above {bounds['gt']}"
-    if "lt" in bounds:
-        return f" from {bounds['ge']} to {bounds['lt'] - 1}"
     return f", {bounds['ge']} or more" if "ge" in bounds else ""
 
 

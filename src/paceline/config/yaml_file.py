@@ -94,7 +94,13 @@ def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.Node:
     return dumper.represent_sequence(f"{_TAG}seq", items, flow_style=flat)
 
 
+def _represent_str(dumper: _Dumper, text: str) -> yaml.Node:
+    # PyYAML reads U+0085 as a line break inside plain and single-quoted text, and folds it away.
+    return dumper.represent_scalar(f"{_TAG}str", text, style='"' if "\x85" in text else None)
+
+
 _Dumper.add_representer(list, _represent_list)
+_Dumper.add_representer(str, _represent_str)
 
 
 class _Reader:

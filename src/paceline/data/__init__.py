@@ -1,0 +1,19 @@
+"""Data: the global order, the loader that walks it, and text that every machine has."""
+
+from paceline.data.build import from_dataloader, loader
+from paceline.data.loader import Loader
+from paceline.data.order import Order
+from paceline.data.slices import Share, share
+from paceline.data.text import ByteText, stdlib_source, unigram_loss
+
+__all__ = [
+    "ByteText",
+    "Loader",
+    "Order",
+    "Share",
+    "from_dataloader",
+    "loader",
+    "share",
+    "stdlib_source",
+    "unigram_loss",
+]

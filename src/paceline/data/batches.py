@@ -80,8 +80,9 @@ def count_rows(batch: Any) -> int:
         return len(batch)
     if rows is None:
         raise DataError(
-            f"the DataLoader has batch_size=None and gave a {type(batch).__name__} without a tensor "
-            "in it, so Paceline cannot tell its samples apart. Give the DataLoader a batch_size."
+            f"the DataLoader has batch_size=None and gave a {type(batch).__name__} without a "
+            "tensor in it, so Paceline cannot tell its samples apart. Give the DataLoader a "
+            "batch_size."
         )
     return rows
 
@@ -129,7 +130,7 @@ def _open(value: Any, where: str) -> tuple[dict[Any, Any], Callable[[dict[Any, A
     if isinstance(value, Mapping):
         return dict(value), lambda parts: _mapping_like(value, parts)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return value._asdict(), lambda parts: type(value)(**parts)
+        return dict(zip(value._fields, value, strict=True)), lambda parts: type(value)(**parts)
     if isinstance(value, list | tuple):
         return dict(enumerate(value)), lambda parts: type(value)(parts.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from paceline.data.slices import Cut, Share
+from paceline.data.slices import Share
 from paceline.data.source import Place, Reader, Source
 from paceline.errors import DataError, UnknownLength
 
@@ -23,9 +23,9 @@ class Loader:
     leaving a ``with`` block ends them.
     """
 
-    def __init__(self, source: Source, cut: Cut) -> None:
+    def __init__(self, source: Source, global_batch: int | None) -> None:
         self._source = source
-        self._cut = cut
+        self._global_batch = global_batch
         self._place = Place()
         self._share = Share(0, 0, 0)
         self._reader: Reader | None = None
@@ -47,9 +47,9 @@ class Loader:
         return self._share
 
     @property
-    def global_batch(self) -> int:
-        """Samples a step takes over all ranks; for a sampler's own batches, the most it may."""
-        return self._cut.global_batch
+    def global_batch(self) -> int | None:
+        """Samples a step takes over all ranks; ``None`` where the data makes its own batches."""
+        return self._global_batch
 
     @property
     def samples_per_epoch(self) -> int | None:

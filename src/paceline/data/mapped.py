@@ -144,7 +144,11 @@ class OrderSource(MapSource):
     kind = "order"
 
     def __init__(
-        self, dataset: Any, order: Order, cut: Cut, fetching: Fetching = Fetching()  # noqa: B008
+        self,
+        dataset: Any,
+        order: Order,
+        cut: Cut,
+        fetching: Fetching = Fetching(),  # noqa: B008
     ) -> None:
         super().__init__(dataset, cut, fetching, order.seed)
         self.order = order
@@ -168,10 +172,13 @@ class OrderSource(MapSource):
         shares = [self.cut.share(total) for total in totals]
         spans = [(begin, end) if begin < end else (0, 1) for begin, end in shares]
         positions = torch.cat(
-            [torch.arange(at + begin, at + end) for at, (begin, end) in zip(starts, spans)]
+            [
+                torch.arange(at + begin, at + end)
+                for at, (begin, end) in zip(starts, spans, strict=True)
+            ]
         )
         drawn = self.order.at(epoch, positions).split([end - begin for begin, end in spans])
-        for indices, (begin, end), total in zip(drawn, shares, totals):
+        for indices, (begin, end), total in zip(drawn, shares, totals, strict=True):
             yield Request(epoch, indices.tolist(), end - begin, total)
 
     def after(self, place: Place, delivery: Delivery) -> Place:

@@ -60,7 +60,7 @@ class Order:
             raise DataError(f"Order: epoch={epoch!r} must be a whole number, 0 or more.")
         if not self.shuffle:
             return positions.clone()
-        keys = _round_keys(self.seed, epoch)
+        keys = _round_keys(self.n, self.seed, epoch)
         if self.n <= _SMALL:
             return self._sorted(keys)[positions]
         values = self._network(positions, keys)
@@ -92,9 +92,10 @@ class Order:
         return (left << self._right_bits) | right
 
 
-def _round_keys(seed: int, epoch: int) -> list[int]:
-    """Two 32-bit keys a round, from any seed and epoch."""
-    digest = blake2b(f"paceline order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+def _round_keys(n: int, seed: int, epoch: int) -> list[int]:
+    """Two 32-bit keys a round; with n among them, so that a set and its subset differ in order."""
+    text = f"paceline order {n} {seed} {epoch}"
+    digest = blake2b(text.encode(), digest_size=8 * _ROUNDS).digest()
     return [int.from_bytes(digest[at : at + 4], "little") for at in range(0, len(digest), 4)]
 
 

@@ -92,8 +92,8 @@ def _next_numbers() -> tuple[int, int, int]:
 class Stream:
     """Generators that go on from call to call, seeded once: for what is read in sequence.
 
-    A stream that shuffles with the process-wide generators so gives the same on every rank, whatever
-    each rank's own generators hold.
+    A stream that shuffles with the process-wide generators so gives the same on every rank,
+    whatever each rank's own generators hold.
     """
 
     def __init__(self, seed: int) -> None:

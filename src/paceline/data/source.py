@@ -50,7 +50,7 @@ class Place:
     epoch: int = 0
     offset: int = 0
     position: int = 0
-    state: Any = None
+    state: Any = field(default=None, compare=False)
 
 
 class Delivery(NamedTuple):

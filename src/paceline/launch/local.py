@@ -30,7 +30,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import paceline
 from paceline.errors import LaunchError, RankFailed
 from paceline.events import EventLog, Note, RanksStarted, RunFailed
 from paceline.launch import failure, guard, logs
@@ -311,7 +310,7 @@ def _rank_env(job: LocalJob) -> dict[str, str]:
     if "OMP_NUM_THREADS" not in os.environ:
         # Each rank would take every core for itself, and all of them would get slower.
         env["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // job.nproc))
-    home = str(Path(paceline.__file__).parent.parent)
+    home = str(Path(__file__).parents[2])
     if home not in (*site.getsitepackages(), site.getusersitepackages()):
         # Found through a source folder on this process's path: ranks must find it too.
         env["PYTHONPATH"] = os.pathsep.join(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
+import inspect
+import os
+import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+# torch 2.13 renamed the option, and warns about the old name.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 def replicate(module: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -19,15 +29,40 @@ def replicate(module: nn.Module, device: torch.device) -> DistributedDataParalle
     drift from the one that was never interrupted. And it lets a rank without samples take part in
     a step without running the model. The cost is a walk over the graph (benchmarks/overhead.py).
     """
-    # DDP remarks at the first step that no parameter was unused: for us that is the usual case.
-    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+    _use_up_the_notice(device)
+    return _wrap(module, device)
+
+
+def _wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
     return DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=True,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # the engine does so once a step: see sync_buffers
+        **{_SYNC_BUFFERS: False},  # done once a step instead: see sync_buffers
     )
+
+
+def _use_up_the_notice(device: torch.device) -> None:
+    """Spend DDP's once-a-process remark that no parameter was unused on a module of our own.
+
+    It is written to standard error by C++ code, past Python's warnings, and for us it tells of
+    the usual case. Anything else that is written meanwhile is passed on. Done every time, since
+    it takes all ranks and they need not be equally old.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as caught:
+        stderr = os.dup(2)
+        try:
+            os.dup2(caught.fileno(), 2)
+            _wrap(nn.Linear(1, 1).to(device), device)(torch.ones(1, 1, device=device))
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        caught.seek(0)
+        for line in caught:
+            if b"find_unused_parameters=True was specified" not in line:
+                os.write(2, line)
 
 
 @torch.no_grad()
@@ -36,10 +71,9 @@ def sync_buffers(model: nn.Module) -> None:
 
     One flat broadcast a dtype, where DDP would send buffer by buffer, constants included.
     """
-    saved = model.state_dict(keep_vars=True)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for name, buffer in model.named_buffers():
-        if name in saved and buffer.is_floating_point() and buffer.numel():
+    for buffer in _persistent_buffers(model):
+        if buffer.is_floating_point() and buffer.numel():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.flatten() for buffer in buffers])
@@ -47,3 +81,10 @@ def sync_buffers(model: nn.Module) -> None:
         parts = flat.split([buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
+
+
+def _persistent_buffers(model: nn.Module) -> list[torch.Tensor]:
+    if next(model.buffers(), None) is None:  # most models: spare them a state_dict a step
+        return []
+    saved = model.state_dict(keep_vars=True)
+    return [buffer for name, buffer in model.named_buffers() if name in saved]

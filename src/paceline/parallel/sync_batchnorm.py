@@ -106,7 +106,7 @@ class _Normalise(torch.autograd.Function):
         normal = (wide - mean.view(shape)) * scale.view(shape)
         y = normal * weight.view(shape) + bias.view(shape)
         ctx.save_for_backward(normal, weight, scale, count)
-        ctx.dims, ctx.shape = dims, shape
+        ctx.dims, ctx.shape, ctx.contributes = dims, shape, contributes
         ctx.mark_non_differentiable(mean, var, count)
         return y.to(x.dtype), mean, var, count
 
@@ -123,6 +123,8 @@ class _Normalise(torch.autograd.Function):
         grad_x = (grad - mean_grad.view(shape) - normal * mean_product.view(shape)) * (
             scale * weight
         ).view(shape)
+        if not ctx.contributes:  # the statistics do not depend on a placeholder
+            grad_x.zero_()
         return (
             grad_x.to(grads[0].dtype),
             grad_weight.to(weight.dtype),

@@ -11,10 +11,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
-from paceline.testing.job import run_job
+from paceline.testing.job import JobRun, server_environment
 from paceline.testing.pickling import pickle_call
 from paceline.testing.process import LiveRank, RankServer
 
@@ -76,14 +77,12 @@ class RankPool:
         with self._lock:
             ranks = self._ready(world_size)
             assert self._server is not None
-            broken = set(ranks)
+            job = JobRun(ranks, self._server, limit)
             try:
-                return run_job(
-                    ranks, call, self._server, broken, timeout=limit, join=join, device=device
-                )
+                return job.results(call, join=join, device=device)
             finally:
                 _show_output(ranks)
-                self._retire(broken)
+                self._retire(job.unfit)
 
     def close(self) -> None:
         """End every rank and the server. A later :meth:`run` starts afresh."""
@@ -110,7 +109,7 @@ class RankPool:
         if self._server is not None and not self._server.is_alive:
             self.close()  # something killed it, and so the ranks
         # A rank that waits has nothing to say: one that is readable has ended.
-        self._retire([rank for rank in self._ranks if rank.has_ended()])
+        self._retire([rank for rank in self._ranks if wait(rank.signs, 0)])
         if self._server is None:
             self._server = RankServer(self._preload, server_environment())
         while len(self._ranks) < count:

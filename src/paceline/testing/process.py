@@ -33,6 +33,7 @@ class LiveRank:
         self.connection = Connection(descriptor)
         self._output = folder / f"{pid}.out"
         self._stacks = folder / f"{pid}.stack"
+        self.exit_code: int | None = None
         # Children that a job forked may hold the connection open after the rank is dead: where
         # the system can, watch the process itself.
         self._exit: int | None = None
@@ -99,7 +100,7 @@ class RankServer:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "paceline.testing.server"),
+                    *(sys.executable, "-P", "-m", "paceline.testing.server"),
                     *(str(theirs.fileno()), str(self._folder), *preload),
                 ],
                 pass_fds=[theirs.fileno()],
@@ -134,13 +135,15 @@ class RankServer:
 
     def end(self, rank: LiveRank) -> int:
         """End a rank that has not ended by itself; its exit code, negative for a signal."""
-        data = b""
-        with contextlib.suppress(ConnectionError):
-            self._control.sendall(REQUEST.pack(REAP, rank.pid))
-            data = self._control.recv(REPLY.size, socket.MSG_WAITALL)
-        if len(data) != REPLY.size:  # the server is gone, and its ranks with it
-            return -signal.SIGKILL
-        return os.waitstatus_to_exitcode(REPLY.unpack(data)[1])
+        if rank.exit_code is None:
+            data = b""
+            with contextlib.suppress(ConnectionError):
+                self._control.sendall(REQUEST.pack(REAP, rank.pid))
+                data = self._control.recv(REPLY.size, socket.MSG_WAITALL)
+            # Without an answer the server is gone, and its ranks with it.
+            status = REPLY.unpack(data)[1] if len(data) == REPLY.size else signal.SIGKILL
+            rank.exit_code = os.waitstatus_to_exitcode(status)
+        return rank.exit_code
 
     def close(self) -> None:
         """End the server and every rank that is left."""

@@ -9,7 +9,7 @@ import pickle
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Outcome:
     error: bytes | None = None
     summary: str = ""
     traceback: str = ""
-    time: float = field(default_factory=time.monotonic)
+    time: float = 0.0
 
 
 def serve(descriptor: int, folder: str) -> None:
@@ -100,10 +100,12 @@ def _run(job: Job) -> Outcome:
         result = function(*arguments)
         return Outcome(result=_pickled_result(result))
     except BaseException as error:  # a job may raise anything, SystemExit too; the rank lives on
+        now = time.monotonic()
         outcome = Outcome(
             error=_pickled_error(error),
             summary="".join(traceback.format_exception_only(error)).strip(),
             traceback=_own_traceback(error),
+            time=now,
         )
         # The other ranks learn at once that this one is gone, instead of waiting for it.
         _leave_world()

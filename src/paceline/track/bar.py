@@ -1,0 +1,71 @@
+"""The live progress bar."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.text import Text
+
+from paceline.track.progress import StepView
+
+
+class Bar:
+    """A bar at the bottom of the terminal, and lines above it.
+
+    While it is up, whatever else this process prints appears above it too.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream)
+        self._progress: Progress | None = None
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        """Write one line above the bar."""
+        # Text, not str: brackets in paths and messages are no markup.
+        line = Text("warning: ", style="bold yellow") if warning else Text()
+        self._console.print(line.append(text, style="default"), soft_wrap=True, highlight=False)
+
+    def prepare(self) -> None:
+        """Put up a bar that only pulses."""
+        self._update(description="starting", total=None, completed=0, status="")
+
+    def begin(self, total: int | None, done: int) -> None:
+        """Set the bar to ``done`` of ``total``; without a total it only pulses."""
+        self._update(description=_step(done, total), total=total, completed=done, status="")
+
+    def step(self, view: StepView) -> None:
+        """Move the bar."""
+        self._update(
+            description=_step(view.step, view.total),
+            total=view.total,
+            completed=view.step,
+            status=view.status,
+        )
+
+    def end(self) -> None:
+        """Leave the bar where it is and give the terminal back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _update(self, *, description: str, total: int | None, completed: int, status: str) -> None:
+        if self._progress is None:
+            self._progress = Progress(
+                SpinnerColumn(finished_text=" "),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                TextColumn("{task.fields[status]}"),
+                console=self._console,
+                refresh_per_second=8,
+            )
+            self._progress.add_task("", status="")
+            self._progress.start()
+        task = self._progress.tasks[0]
+        task.total = total  # update() takes None as "leave it"
+        self._progress.update(task.id, description=description, completed=completed, status=status)
+
+
+def _step(step: int, total: int | None) -> str:
+    return f"step {step}" if total is None else f"step {step}/{total}"

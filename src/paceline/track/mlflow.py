@@ -1,0 +1,181 @@
+"""Events as an MLflow run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from paceline.errors import MissingExtra
+from paceline.events import EpochDone, EvalDone, Event, RunFailed, RunFinished, RunStarted, StepDone
+from paceline.track.scalars import scalars
+from paceline.track.tracker import Recorder
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Run
+
+STATE_FILE = "mlflow.json"
+# What MLflow takes in one request.
+_MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000
+
+
+class MLflow(Recorder):
+    """Logs a run to MLflow.
+
+    ``uri`` is a tracking URI (a server, or ``sqlite:///path.db``); without one,
+    ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the working directory. ``params`` are shown
+    beside the metrics. With a ``run_dir``, the id of the MLflow run is kept in it, and a resumed
+    run goes on in the same one.
+
+    MLflow cannot take a point back. Steps that a resumed run repeats keep the values they had.
+    """
+
+    name: ClassVar[str] = "MLflow"
+
+    def __init__(
+        self,
+        *,
+        uri: str | None = None,
+        experiment: str = "paceline",
+        run_name: str | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if importlib.util.find_spec("mlflow") is None:
+            raise MissingExtra("MLflow", "mlflow")
+        self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        self._experiment = experiment
+        self._run_name = run_name
+        self._state = None if run_dir is None else Path(run_dir) / STATE_FILE
+        self._params = dict(params or {})
+        self._session: _Session | None = None
+        self._ended = "KILLED"
+
+    def record(self, events: Sequence[Event]) -> None:
+        """Log the numbers in ``events``, in as few requests as possible."""
+        from mlflow.entities import Metric
+
+        points: list[Metric] = []
+        for event in events:
+            if isinstance(event, RunStarted):
+                self._open().log_params({**self._params, **_facts(event)})
+                self._ended = "KILLED"  # unless we hear of another end
+            elif isinstance(event, StepDone | EvalDone | EpochDone):
+                stamp = int(event.time * 1000)
+                points += [Metric(k, v, stamp, event.step) for k, v in scalars(event)]
+            elif isinstance(event, RunFinished):
+                self._ended = "KILLED" if event.reason == "interrupted" else "FINISHED"
+            elif isinstance(event, RunFailed):
+                self._ended = "FAILED"
+        if points:
+            self._open().log_points(points)
+
+    def finish(self) -> None:
+        """Close the MLflow run with the status it ended in."""
+        if self._session is not None:
+            self._session.client.set_terminated(self._session.run_id, status=self._ended)
+            self._session = None
+
+    def _open(self) -> _Session:
+        if self._session is None:
+            # Its news about database tables would end up in the middle of the progress bar.
+            for noisy in ("mlflow.store.db.utils", "alembic"):
+                logging.getLogger(noisy).setLevel(logging.WARNING)
+            from mlflow import MlflowClient
+
+            client = MlflowClient(tracking_uri=self._uri)
+            run = self._earlier_run(client)
+            if run is None:
+                experiment = _experiment_id(client, self._experiment, self._uri)
+                run = client.create_run(experiment, run_name=self._run_name)
+                self._remember(run.info.run_id)
+            self._session = _Session(client, run)
+        return self._session
+
+    def _earlier_run(self, client: MlflowClient) -> Run | None:
+        if self._state is None or not self._state.exists():
+            return None
+        state = json.loads(self._state.read_text())
+        if state["uri"] != self._uri:
+            return None  # the user has moved to another store: a new run there
+        client.update_run(state["run_id"], status="RUNNING")
+        return client.get_run(state["run_id"])
+
+    def _remember(self, run_id: str) -> None:
+        if self._state is not None:
+            self._state.parent.mkdir(parents=True, exist_ok=True)
+            self._state.write_text(json.dumps({"uri": self._uri, "run_id": run_id}))
+
+
+class _Session:
+    """One MLflow run that is being written to."""
+
+    def __init__(self, client: MlflowClient, run: Run) -> None:
+        self.client = client
+        self.run_id: str = run.info.run_id
+        self._known_params = set(run.data.params)
+        # The last step of each metric; those of a run that goes on are asked for when needed.
+        self._last_step: dict[str, int] = {}
+        self._resumed_metrics = set(run.data.metrics)
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        """Log those parameters that are new: MLflow lets none be changed."""
+        from mlflow.entities import Param
+
+        new = [
+            Param(key, str(value)[:_LONGEST_PARAM])
+            for key, value in params.items()
+            if key not in self._known_params
+        ]
+        for start in range(0, len(new), _MOST_PARAMS):
+            self.client.log_batch(self.run_id, params=new[start : start + _MOST_PARAMS])
+        self._known_params.update(params)
+
+    def log_points(self, points: Sequence[Metric]) -> None:
+        """Log the points of steps that have none yet."""
+        new = []
+        for point in points:
+            if point.step > self._last(point.key):
+                self._last_step[point.key] = point.step
+                new.append(point)
+        for start in range(0, len(new), _MOST_METRICS):
+            self.client.log_batch(self.run_id, metrics=new[start : start + _MOST_METRICS])
+
+    def _last(self, key: str) -> int:
+        if key not in self._last_step:
+            history = (
+                self.client.get_metric_history(self.run_id, key)
+                if key in self._resumed_metrics
+                else []
+            )
+            self._last_step[key] = max((point.step for point in history), default=-1)
+        return self._last_step[key]
+
+
+def _facts(event: RunStarted) -> dict[str, Any]:
+    names = ("layout", "world_size", "device", "precision", "global_batch", "parameters")
+    return {f"run.{name}": getattr(event, name) for name in names}
+
+
+def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    # By default MLflow would put artifacts of a local store beside whoever started the run.
+    file = uri.removeprefix("sqlite:///")
+    artifacts = None if file == uri else str(Path(file).absolute().parent / "mlartifacts")
+    try:
+        return str(client.create_experiment(name, artifact_location=artifacts))
+    except MlflowException:
+        found = client.get_experiment_by_name(name)  # another run has just made it
+        if found is None:
+            raise
+        return str(found.experiment_id)
