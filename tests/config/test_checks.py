@@ -1,4 +1,4 @@
-"""Checks against the machine: GPUs, compilers, optional packages (the others: wrong_configs.txt)."""
+"""Checks against the machine: GPUs, compilers, packages (all others are in wrong_configs.txt)."""
 
 from __future__ import annotations
 

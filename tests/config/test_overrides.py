@@ -45,8 +45,8 @@ def test_one_argument_of_the_demo_is_changed_and_the_others_stay() -> None:
 
 def test_the_last_of_two_wins_and_a_whole_section_replaces_what_stood_there() -> None:
     assert load(None, ["seed=1", "seed=2"]).seed == 2
-    config = load({"train": {"steps": 5, "log_every": 7}}, ["train={steps: 6}"])
-    assert (config.train.steps, config.train.log_every) == (6, Config().train.log_every)
+    config = load({"train": {"steps": 5, "eval_every": 7}}, ["train={steps: 6}"])
+    assert (config.train.steps, config.train.eval_every) == (6, Config().train.eval_every)
 
 
 def test_switched_on_whole_then_one_key() -> None:

@@ -6,7 +6,6 @@ and what the command needs when it runs.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import Annotated
 
@@ -14,6 +13,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli import config
+from paceline.cli.train import train
 from paceline.errors import PacelineError, RankFailed
 
 app = typer.Typer(
@@ -44,17 +44,14 @@ def _common(
     pass
 
 
-if importlib.util.find_spec("paceline.cli.train") is not None:
-    from paceline.cli.train import train
-
-    app.command()(train)
+app.command()(train)
 app.add_typer(config.app, name="config")
 
 
 def main() -> None:
     """Run the command line; errors that Paceline raises on purpose end as text, not traceback."""
     try:
-        app()
+        app(prog_name="paceline")
     except PacelineError as error:
         print(error, file=sys.stderr)
         sys.exit(exit_status(error))

@@ -34,9 +34,8 @@ def find_module(name: str) -> ModuleSpec | None:
     if spec is None:
         if name in sys.modules:
             return None
-        near = nearest(
-            top, {found.name for found in pkgutil.iter_modules([os.getcwd(), *sys.path])}, 0.8
-        )
+        near = nearest(top, _module_names([os.getcwd()]), 0.6)
+        near = near or nearest(top, _module_names(sys.path), 0.8)
         hint = f"did you mean {near!r}?" if near else "not in this folder, nor installed"
         raise ConfigError(f"there is no module {top!r}; {hint}")
     full = top
@@ -46,11 +45,15 @@ def find_module(name: str) -> ModuleSpec | None:
         if inner is None:
             if f"{full}.{part}" in sys.modules:
                 return None
-            near = nearest(part, [found.name for found in pkgutil.iter_modules(folders)])
+            near = nearest(part, _module_names(folders))
             hint = f"; did you mean '{full}.{near}'?" if near else ""
             raise ConfigError(f"there is no module {part!r} in {full!r}{hint}")
         spec, full = inner, f"{full}.{part}"
     return spec
+
+
+def _module_names(folders: list[str]) -> set[str]:
+    return {found.name for found in pkgutil.iter_modules(folders)}
 
 
 def _installed(top: str) -> ModuleSpec | None:

@@ -59,11 +59,9 @@ def dump(config: Config) -> str:
 
 def summary(config: Config) -> str:
     """A resolved config in one line."""
-    length = (
-        f"{config.train.epochs} epochs"
-        if config.train.steps is None
-        else f"{config.train.steps} steps"
-    )
+    steps, epochs = config.train.steps, config.train.epochs
+    count, unit = (epochs, "epoch") if steps is None else (steps, "step")
+    length = f"{count} {unit}{'' if count == 1 else 's'}"
     rate = f"lr {learning_rate(config):g}"
     if config.schedule.lr_scaling != "none":
         rate += (

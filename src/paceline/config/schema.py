@@ -185,7 +185,6 @@ class Train(Section):
     sync_batchnorm: bool = Field(
         default=False, description="Batch-norm statistics over all ranks instead of each alone."
     )
-    log_every: Positive = Field(default=1, description="Report the loss every this many steps.")
 
     @model_validator(mode="before")
     @classmethod

@@ -69,7 +69,7 @@ def look_up(target: str) -> Callee:
     for name in inner:
         found = _member(found, name)
     if found is None:
-        near = nearest(first, _public_names(source), cutoff=0.6)
+        near = nearest(first, _public_names(source), cutoff=0.6) if not inner else None
         hint = f"; did you mean '{module_name}:{near}'?" if near else ""
         raise ConfigError(f"there is no {names!r} in module {module_name!r}{hint}")
     return _callee(found)
@@ -155,7 +155,10 @@ def _member(found: _Found | None, name: str) -> _Found | None:
         return found and _Found()
     inner = [part for part in found.statement.body if getattr(part, "name", None) == name]
     inherits = bool(found.statement.bases or found.statement.keywords)
-    assigned = any(not hasattr(part, "name") for part in found.statement.body)
+    assigned = any(
+        not hasattr(part, "name") and not isinstance(part, ast.Expr | ast.Pass)
+        for part in found.statement.body
+    )
     if not inner:
         return _Found() if inherits or assigned else None
     # A method needs its class or an instance first: only a nested class is callable as it stands.

@@ -18,7 +18,7 @@ from paceline.data.batches import empty_batch
 from paceline.data.order import Order
 from paceline.data.randomness import draws_nothing, isolated, numpy_random, seed_all, seed_for
 from paceline.data.slices import Cut
-from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source
+from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source, read_through
 
 # Indices are drawn for many steps at a time: the order's cost is per call, hardly per index.
 _DRAW_AT_ONCE = 1024
@@ -124,7 +124,7 @@ class _MapReader:
 
     def __call__(self, place: Place) -> Iterator[Delivery]:
         self._plan.place = place
-        return iter(self._dataloader)
+        return read_through(self._dataloader)
 
 
 class _Plan:

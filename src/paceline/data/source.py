@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 Collate = Callable[[list[Any]], Any]
 
@@ -54,12 +55,27 @@ class Place:
 
 
 class Delivery(NamedTuple):
-    """One global batch as it reaches this rank: its share of it, collated."""
+    """One global batch as it reaches this rank: its share of it, collated.
+
+    ``last`` is set where the source already knows that the epoch ends here.
+    """
 
     batch: Any
     samples: int
     global_samples: int
     state: Any = None
+    last: bool = False
+
+
+def read_through(dataloader: DataLoader[Any]) -> Iterator[Delivery]:
+    """Iterate ``dataloader``; after an error its workers end as soon as it is let go of."""
+    try:
+        yield from dataloader
+    except Exception as error:
+        if dataloader.num_workers:
+            # Whoever holds the error would hold torch's iterator, and with it the workers.
+            traceback.clear_frames(error.__traceback__)
+        raise
 
 
 Reader = Callable[[Place], Iterator[Delivery]]
@@ -94,7 +110,8 @@ class Source(ABC):
     def after(self, place: Place, delivery: Delivery) -> Place:
         """The place once ``delivery`` has been handed to the user."""
         count = delivery.global_samples
-        return Place(place.epoch, place.offset + count, place.position + count, delivery.state)
+        reached = Place(place.epoch, place.offset + count, place.position + count, delivery.state)
+        return self.next_epoch(reached) if delivery.last else reached
 
     def next_epoch(self, place: Place) -> Place:
         """The start of the epoch that follows ``place``."""

@@ -20,7 +20,7 @@ from paceline.data.batches import count_rows, cut_rows, empty_batch
 from paceline.data.randomness import Stream, isolated, seed_all, seed_for
 from paceline.data.sampled import length
 from paceline.data.slices import Cut
-from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source
+from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source, read_through
 from paceline.errors import DataError
 
 
@@ -66,12 +66,13 @@ class StreamSource(Source):
     def _read(self, place: Place) -> Iterator[Delivery]:
         shared = SharedStream(self, place, rewind=self.saves_itself and self._broken_off)
         self._broken_off = True
-        yield from DataLoader(
+        dataloader: DataLoader[Any] = DataLoader(
             shared,
             batch_size=None,
             generator=torch.Generator().manual_seed(seed_for(self.seed)),
             **self.fetching.dataloader_options(),
         )
+        yield from read_through(dataloader)
         self._broken_off = False
 
     def identity(self) -> dict[str, Any]:
@@ -117,7 +118,8 @@ class SharedStream(IterableDataset[Any]):
             seed = seed_for(source.seed, place.epoch, offset, cut.rank)
             mine = _collated(batch, begin, end, source.fetching.collate_fn, seed)
             offset += len(batch)
-            yield Delivery(mine, end - begin, len(batch), state)
+            # A stream that came to its end may stand at its next beginning: so must we.
+            yield Delivery(mine, end - begin, len(batch), state, len(batch) < cut.global_batch)
 
     def _open(self) -> Iterator[Any]:
         """The stream, brought to the place."""

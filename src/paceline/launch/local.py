@@ -88,7 +88,10 @@ def launch(job: LocalJob) -> None:
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(_Signals())
         stack.enter_context(_quiet_elastic())
-        _Launch(job, stack).run(signals)
+        # Raised here, where no frame of the traceback keeps the agent and its port alive.
+        error = _Launch(job, stack).run(signals)
+    if error is not None:
+        raise error
 
 
 def call(
@@ -150,8 +153,8 @@ class _Launch:
             stack.callback(self.events.close)
         self.agent = self._make_agent(stack)
 
-    def run(self, signals: _Signals) -> None:
-        """Start the ranks, wait for their end, and raise whatever came of it."""
+    def run(self, signals: _Signals) -> BaseException | None:
+        """Start the ranks, wait for their end, and return the error that came of it, if any."""
         thread = threading.Thread(target=self._run_agent, name="paceline-agent")
         stopping = killed = False
         while not self._over(thread, signals):
@@ -167,7 +170,7 @@ class _Launch:
             thread.join(0.1)
         if self.relay:
             self.relay.finish()
-        self._raise_outcome(signals)
+        return self._outcome(signals)
 
     def _over(self, thread: threading.Thread, signals: _Signals) -> bool:
         if thread.ident is not None:
@@ -231,15 +234,14 @@ class _Launch:
             "once more kills them at once."
         )
 
-    def _raise_outcome(self, signals: _Signals) -> None:
+    def _outcome(self, signals: _Signals) -> BaseException | None:
         if self.succeeded:
-            return
+            return None
         if signals.first is not None:  # whatever else went wrong came of that
-            if signals.first is signal.SIGINT:
-                raise KeyboardInterrupt
-            raise SystemExit(128 + signals.first)
+            interrupted = signals.first is signal.SIGINT
+            return KeyboardInterrupt() if interrupted else SystemExit(128 + signals.first)
         if self.succeeded is None:
-            raise LaunchError(f"the ranks could not be started: {self.error}") from self.error
+            return LaunchError(f"the ranks could not be started: {self.error}")
         error = failure.explain(
             self.agent.failures,
             self.job.nproc,
@@ -249,7 +251,7 @@ class _Launch:
         if self.events:
             reason = failure.culprit(self.agent.failures).reason
             self.events.write(RunFailed(rank=error.rank, error=reason, exit_code=error.exit_code))
-        raise error
+        return error
 
 
 class _Signals:

@@ -3,7 +3,7 @@
 ::
 
     runs/demo-20250131-142501/
-        config.yaml      the resolved config
+        config.yaml      the resolved config; config-1.yaml, …: earlier ones that a resume changed
         events.jsonl     what happened, one JSON record a line
         logs/            output by rank
         checkpoints/     saved state
@@ -11,8 +11,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import errno
+import fcntl
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +55,44 @@ class RunFolder:
         """The folder of TensorBoard's files."""
         return self.path / "tensorboard"
 
+    def save_config(self, text: str) -> None:
+        """Write the config; an earlier one that differs is kept beside it under a number."""
+        if self.config.exists():
+            if self.config.read_text(encoding="utf-8") == text:
+                return
+            number = 1
+            while (earlier := self.path / f"config-{number}.yaml").exists():
+                number += 1
+            os.link(self.config, earlier)
+        part = self.path / ".config.yaml.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(self.config)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold the folder for this process; a second one that tries gets a ConfigError.
+
+        The hold ends with the process, however that ends.
+        """
+        with open(self.path / ".lock", "a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise ConfigError(
+                    f"run folder {str(self.path)!r} is in use by process {file.read().strip()}. "
+                    "Wait for that run to end, or stop it."
+                ) from None
+            except OSError as error:
+                # Some network file systems know no locks. Two launchers on one folder is a rare
+                # mistake, no reason to refuse such a disk.
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                    raise
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
     def __str__(self) -> str:
         return str(self.path)
 
@@ -84,12 +126,14 @@ def new_run_at(path: str | os.PathLike[str]) -> RunFolder:
         raise _cannot_make(path, "a file is in the way") from None
     except OSError as error:
         raise _cannot_make(path, error.strerror or str(error)) from error
+    run = RunFolder(path)
     if taken:
+        go_on = f" Go on with the run in it: paceline train --resume {path}; or name"
         raise ConfigError(
-            f"run folder {str(path)!r} is not empty, and a run never writes over another. Go on "
-            f"with the run in it: paceline train --resume {path}; or name a new folder."
+            f"run folder {str(path)!r} is not empty, and a run never writes over what is there."
+            + (f"{go_on} a new folder." if run.config.exists() else " Name a new folder.")
         )
-    return RunFolder(path)
+    return run
 
 
 def open_run(path: str | os.PathLike[str]) -> RunFolder:
@@ -98,15 +142,16 @@ def open_run(path: str | os.PathLike[str]) -> RunFolder:
     if run.config.is_file():
         return run
     if not run.path.exists():
-        found = f"run folder {str(path)!r} does not exist."
+        problem = f"run folder {str(path)!r} does not exist."
     elif not run.path.is_dir():
-        found = f"run folder {str(path)!r} is a file."
+        problem = f"run folder {str(path)!r} is a file."
     else:
-        found = f"folder {str(path)!r} is not a run folder: it has no config.yaml."
-    # The folder above may be the root of runs, or the path itself may.
-    nearby = latest_run(run.path) or latest_run(run.path.parent)
+        problem = f"folder {str(path)!r} is not a run folder: it has no config.yaml."
+    # The path may be that of a folder of runs; or lie in one, or beside one.
+    folders = (run.path, run.path.parent, run.path.parent / "runs")
+    nearby = next((found for folder in folders if (found := latest_run(folder))), None)
     hint = f" The latest run nearby is {nearby}." if nearby else ""
-    raise ConfigError(found + hint)
+    raise ConfigError(problem + hint)
 
 
 def list_runs(root: str | os.PathLike[str]) -> list[RunFolder]:

@@ -9,7 +9,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,34 +32,6 @@ class Snapshot:
         """Threads that started since and still run: they cannot be put back."""
         started = set(threading.enumerate()) - self._threads
         return [thread.name for thread in started if thread.is_alive()]
-
-
-def children() -> dict[int, str]:
-    """Live child processes of this one, by id, with their command lines. Empty where unknown."""
-    found = {}
-    for task in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, task.read_text().split()):
-            if is_alive(pid):
-                found[pid] = command_line(pid)
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process exists and has not ended (a zombie has)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def command_line(pid: int) -> str:
-    """The command line of a process, or ``?``."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-    except OSError:
-        return "?"
-    return b" ".join(words).decode(errors="replace")[:120] or "?"
 
 
 def _signals() -> dict[int, Any]:
@@ -114,7 +85,7 @@ _STATE: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (os.getcwd, os.chdir),
     (lambda: sys.path[:], _set_in_place(sys.path)),
     (lambda: sys.argv[:], _set_in_place(sys.argv)),
-    (lambda: warnings.filters[:], _set_in_place(warnings.filters)),  # type: ignore[index,arg-type]
+    (lambda: warnings.filters[:], _set_in_place(warnings.filters)),  # type: ignore[arg-type]
     (_signals, _set_signals),
     (_logging, _set_logging),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -122,7 +93,10 @@ _STATE: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_num_threads, torch.set_num_threads),
     (torch.is_grad_enabled, lambda on: torch.set_grad_enabled(on)),
     (torch.is_anomaly_enabled, lambda on: torch.autograd.set_detect_anomaly(on)),
-    (_deterministic, lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1])),
+    (
+        _deterministic,
+        lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1]),
+    ),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (rng_state, set_rng_state),
 ]

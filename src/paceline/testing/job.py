@@ -10,13 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.errors import RankFailed
-from paceline.testing.process import LiveRank, RankServer
-
-if TYPE_CHECKING:
-    from paceline.testing.rank import Outcome
+from paceline.testing.messages import Job, Outcome
+from paceline.testing.process import LEAK_TAG, LiveRank, RankServer, serve_store
 
 _GRACE = 3.0
 """Seconds the other ranks get to end by themselves once one has failed."""
@@ -30,9 +28,7 @@ _LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-_ONE_THREAD = {
-    name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-}
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 @dataclass(frozen=True)
@@ -47,9 +43,12 @@ class _Crash:
 class JobRun:
     """One function on some ranks, from sending it until they are ready for the next."""
 
-    def __init__(self, ranks: list[LiveRank], server: RankServer, timeout: float) -> None:
+    def __init__(
+        self, ranks: list[LiveRank], server: RankServer, number: int, timeout: float
+    ) -> None:
         self._ranks = ranks
         self._server = server
+        self._number = number
         self._timeout = timeout
         self._ends: dict[int, Outcome | _Crash] = {}
         self._dismissed: set[int] = set()
@@ -58,18 +57,26 @@ class JobRun:
 
     def results(self, call: bytes, *, join: bool, device: str) -> list[Any]:
         """Run it; the results by rank, or :class:`RankFailed` for the first rank that failed."""
-        import torch.distributed as dist
-
-        # This process serves the store, on a port the system picks: no race for a free one, and a
-        # rank that dies does not take it along.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        # A function that joins by torch's own means needs a store that nobody has used before.
+        store = None if join else serve_store()
+        port = self._server.store_port if store is None else store.port
         for number, rank in enumerate(self._ranks):
-            environ = rank_environment(number, len(self._ranks), store.port)
-            rank.send(_message(call, environ, self._timeout, join=join, device=device))
+            job = Job(
+                call=call,
+                environ=rank_environment(number, len(self._ranks), port),
+                folder=os.getcwd(),
+                path=sys.path[:],
+                join=join,
+                device=device,
+                # Longer than the job's own limit: a hang is then reported here, with stacks.
+                timeout=self._timeout + 60,
+                store_port=self._server.store_port,
+                number=self._number,
+            )
+            rank.send(pickle.dumps(job))
         self._wait_for_ends()
         failure = self._first_failure() or self._hang()
         leak = self._clean_up()
-        del store
         if failure is not None:
             raise failure
         if leak is not None:
@@ -89,10 +96,10 @@ class JobRun:
                 self._dismiss()
 
     def _listen(self, missing: set[int], deadline: float, hear: Callable[[int, Any], None]) -> bool:
-        """Hear at least one of the ``missing`` ranks (``None``: it died); false after the deadline."""
+        """Hear at least one of ``missing`` (``None``: it died); false when the time is up."""
         signs = {sign: n for n in missing for sign in self._ranks[n].signs}
         ready = wait(list(signs), max(0.0, deadline - time.monotonic()))
-        for number in {signs[sign] for sign in ready}:  # type: ignore[index]
+        for number in {signs[sign] for sign in ready}:
             try:
                 message = self._ranks[number].receive()
             except EOFError:
@@ -105,7 +112,7 @@ class JobRun:
             self._ends[number] = message
             return
         rank, now = self._ranks[number], time.monotonic()
-        self._ends[number] = _Crash(self._server.end(rank), rank.crash_report(), now)
+        self._ends[number] = _Crash(self._server.collect(rank), rank.crash_report(), now)
 
     def _dismiss(self) -> None:
         """Tell the ranks that have reported to leave the world and clean up."""
@@ -215,14 +222,14 @@ class JobRun:
 
 def server_environment() -> dict[str, str]:
     """What the server and idle ranks see: this process's environment without a launcher's place."""
-    kept = {k: v for k, v in os.environ.items() if not _is_launchers(k)}
+    kept = {k: v for k, v in os.environ.items() if not _is_launchers(k) and k != LEAK_TAG}
     # Ranks import the same paceline as this process, however that came to be on its path.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**kept, **_ONE_THREAD, "PYTHONPATH": path}
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What one rank sees during a job: this process's environment, and its place as torchrun says it."""
+    """What one rank sees during a job: this process's environment, and its own place in it."""
     environ = {k: v for k, v in os.environ.items() if not _is_launchers(k)}
     environ.update(_ONE_THREAD)
     if sys.platform == "linux":
@@ -242,24 +249,6 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
         TORCHELASTIC_RESTART_COUNT="0",
     )
     return environ
-
-
-def _message(
-    call: bytes, environ: dict[str, str], timeout: float, *, join: bool, device: str
-) -> bytes:
-    from paceline.testing.rank import Job
-
-    job = Job(
-        call=call,
-        environ=environ,
-        folder=os.getcwd(),
-        path=sys.path[:],
-        join=join,
-        device=device,
-        # Longer than the job's own limit: a hang is then reported by the pool, with stacks.
-        timeout=timeout + 60,
-    )
-    return pickle.dumps(job)
 
 
 def _failed(end: Outcome | _Crash) -> bool:

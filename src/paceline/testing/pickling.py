@@ -26,27 +26,30 @@ def pickle_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> byt
             name = getattr(function, "__qualname__", repr(function))
             raise TypeError(
                 f"{name} and its arguments cannot be sent to a rank: {type(error).__name__}: "
-                f"{error}. Make what cannot be pickled (locks, files, fixtures) inside the function."
+                f"{error}. Make what cannot be pickled (locks, files) inside the function."
             ) from error
 
 
 def _local_modules(function: Callable[..., Any]) -> list[ModuleType]:
-    """The loaded modules that ranks cannot import under their name."""
-    names = [name for name in list(sys.modules) if _is_test_module(name.rpartition(".")[2])]
+    """The loaded modules that a rank cannot import under their name."""
+    names = {name for name in list(sys.modules) if _is_test_module(name)}
     own = getattr(function, "__module__", None)
-    if own in sys.modules and not _is_installed(own):
-        names.append(own)
-    return [sys.modules[name] for name in names if isinstance(sys.modules[name], ModuleType)]
+    if own in sys.modules and "." not in own and not _is_package_or_builtin(sys.modules[own]):
+        names.add(own)  # a lone file: a script, or a test under an unusual name
+    return [sys.modules[name] for name in sorted(names)]
 
 
 def _is_test_module(name: str) -> bool:
-    return name.startswith("test_") or name.endswith("_test") or name == "conftest"
+    last = name.rpartition(".")[2]
+    if not (last.startswith("test_") or last.endswith("_test") or last == "conftest"):
+        return False
+    file = getattr(sys.modules[name], "__file__", None)
+    return file is not None and "site-packages" not in file
 
 
-def _is_installed(name: str) -> bool:
-    """Part of a package, or of what was built in: a rank imports it as this process did."""
-    module = sys.modules[name]
-    return "." in name or hasattr(module, "__path__") or not getattr(module, "__file__", None)
+def _is_package_or_builtin(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return hasattr(module, "__path__") or file is None or "site-packages" in file
 
 
 @contextmanager

@@ -37,6 +37,7 @@ class RankPool:
         self._preload = (*_PRELOAD, *preload)
         self._server: RankServer | None = None
         self._ranks: list[LiveRank] = []
+        self._jobs = 0
         self._owner = os.getpid()
         self._lock = threading.Lock()
         atexit.register(self.close)
@@ -77,7 +78,8 @@ class RankPool:
         with self._lock:
             ranks = self._ready(world_size)
             assert self._server is not None
-            job = JobRun(ranks, self._server, limit)
+            self._jobs += 1
+            job = JobRun(ranks, self._server, self._jobs, limit)
             try:
                 return job.results(call, join=join, device=device)
             finally:
@@ -120,7 +122,7 @@ class RankPool:
         for rank in ranks:
             assert self._server is not None
             self._ranks.remove(rank)
-            self._server.end(rank)
+            self._server.kill(rank)
             rank.release()
 
 

@@ -12,17 +12,20 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.testing.server import FORK, REAP, REPLY, REQUEST
+from paceline.testing.server import FORK, KILL, REAP, REPLY, REQUEST
 
 # A real-time signal where there are some: jobs and launchers use the ordinary ones themselves.
 STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 """Makes a rank write the Python stack of its threads to its file."""
+LEAK_TAG = "PACELINE_LEAK_TAG"
+"""Set while a test under leak checks runs: what it starts is known by it, even orphaned."""
 
 
 class LiveRank:
@@ -96,6 +99,7 @@ class RankServer:
     def __init__(self, preload: Sequence[str], environ: Mapping[str, str]) -> None:
         self._preload = preload
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-ranks-"))
+        self._store: Any = None
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -108,6 +112,7 @@ class RankServer:
                 start_new_session=True,  # Ctrl-C is for the owner of the pool
                 env=dict(environ),
             )
+        _servers.add(self)
 
     @property
     def pid(self) -> int:
@@ -118,6 +123,13 @@ class RankServer:
     def is_alive(self) -> bool:
         """Whether it can still fork."""
         return self._process.poll() is None
+
+    @property
+    def store_port(self) -> int:
+        """The port of a store that lives as long as this server."""
+        if self._store is None:
+            self._store = serve_store()
+        return int(self._store.port)
 
     def fork(self) -> LiveRank:
         """A new rank."""
@@ -133,12 +145,19 @@ class RankServer:
             )
         return LiveRank(REPLY.unpack(data)[0], descriptors[0], self._folder)
 
-    def end(self, rank: LiveRank) -> int:
-        """End a rank that has not ended by itself; its exit code, negative for a signal."""
+    def collect(self, rank: LiveRank) -> int:
+        """The exit code of a rank that has died by itself, negative for a signal."""
+        return self._end(rank, REAP)
+
+    def kill(self, rank: LiveRank) -> None:
+        """End a rank at once, with whatever it started; no harm when it has ended already."""
+        self._end(rank, KILL)
+
+    def _end(self, rank: LiveRank, command: bytes) -> int:
         if rank.exit_code is None:
             data = b""
             with contextlib.suppress(ConnectionError):
-                self._control.sendall(REQUEST.pack(REAP, rank.pid))
+                self._control.sendall(REQUEST.pack(command, rank.pid))
                 data = self._control.recv(REPLY.size, socket.MSG_WAITALL)
             # Without an answer the server is gone, and its ranks with it.
             status = REPLY.unpack(data)[1] if len(data) == REPLY.size else signal.SIGKILL
@@ -147,9 +166,34 @@ class RankServer:
 
     def close(self) -> None:
         """End the server and every rank that is left."""
+        _servers.discard(self)
         self._control.close()
         self._process.wait()
+        self._store = None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def live_servers() -> list[RankServer]:
+    """The servers of this process that have not been closed."""
+    return list(_servers)
+
+
+def serve_store() -> Any:
+    """A store served by this process, on loopback only, at a port the system picks.
+
+    No race for a free port, and a rank that dies does not take the store along.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _read(path: Path) -> str:
@@ -157,3 +201,6 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except FileNotFoundError:
         return ""
+
+
+_servers: weakref.WeakSet[RankServer] = weakref.WeakSet()

@@ -9,7 +9,6 @@ import pickle
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,38 +16,19 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from paceline.testing.isolation import Snapshot, children
+from paceline.launch.environment import read_environment
+from paceline.testing.isolation import Snapshot
+from paceline.testing.messages import Job, Outcome
 from paceline.testing.process import STACK_SIGNAL
+from paceline.testing.processes import children
 from paceline.world import World
-from paceline.world.joining import forget_stores
+from paceline.world.joining import forget_stores, lend_store
 
 _SECONDS_FOR_CHILDREN_TO_END = 2.0
 
-
-@dataclass(frozen=True)
-class Job:
-    """What a rank is told: where it stands, and what to call."""
-
-    call: bytes
-    """``(function, arguments)``, pickled by value."""
-    environ: dict[str, str]
-    folder: str
-    path: list[str]
-    join: bool
-    device: str
-    timeout: float
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of it: a pickled ``result``, or an ``error`` with its traceback."""
-
-    result: bytes | None = None
-    error: bytes | None = None
-    summary: str = ""
-    traceback: str = ""
-    time: float = 0.0
+_connections: dict[int, TCPStore] = {}
 
 
 def serve(descriptor: int, folder: str) -> None:
@@ -96,6 +76,7 @@ def _run(job: Job) -> Outcome:
         sys.path[:] = job.path
         function, arguments = pickle.loads(job.call)
         if job.join:
+            _lend_store(job)
             World.init(device=job.device, timeout=job.timeout)
         result = function(*arguments)
         return Outcome(result=_pickled_result(result))
@@ -113,6 +94,22 @@ def _run(job: Job) -> Outcome:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _lend_store(job: Job) -> None:
+    """Join through a connection that is kept from job to job.
+
+    A new one costs a reverse name lookup inside torch, which takes seconds where the name server
+    is slow or unreachable.
+    """
+    if job.store_port not in _connections:
+        _connections.clear()
+        _connections[job.store_port] = TCPStore(
+            "127.0.0.1", job.store_port, is_master=False, wait_for_workers=False
+        )
+    place = read_environment()
+    assert place is not None
+    lend_store(place, PrefixStore(f"job/{job.number}", _connections[job.store_port]))
 
 
 def _pickled_result(result: Any) -> bytes:
@@ -152,7 +149,7 @@ def _leave_world() -> None:
 
 
 def _clean_up(snapshot: Snapshot) -> tuple[list[str], bool]:
-    """Make the rank as it was; returns the processes that were left behind, and if it is reusable."""
+    """Make the rank as it was; the processes left behind, and whether it can take another job."""
     _leave_world()
     snapshot.restore()
     gc.collect()  # models and loaders in cycles hold sockets and worker processes
@@ -163,5 +160,3 @@ def _clean_up(snapshot: Snapshot) -> tuple[list[str], bool]:
     # A thread that goes on may be a library's helper: no fault, but the next job gets a fresh rank.
     reusable = not processes and not snapshot.new_threads()
     return processes, reusable
-
-

@@ -19,11 +19,12 @@ import struct
 import sys
 import time
 
-FORK, REAP = b"F", b"R"
+FORK, REAP, KILL = b"F", b"R", b"K"
+"""Make a rank; collect one that is dying by itself; end one."""
 REQUEST = struct.Struct("!ci")
 """A command and the process id it is about (0 for a fork)."""
 REPLY = struct.Struct("!ii")
-"""A process id and, for a reap, its wait status; a fork's reply carries the rank's socket."""
+"""A process id and its wait status (0 for a fork, whose reply carries the rank's socket)."""
 
 _SECONDS_TO_DIE = 1.0
 
@@ -46,7 +47,8 @@ def main(arguments: list[str]) -> None:
                 _fork(control, folder, ranks)
             else:
                 ranks.discard(pid)
-                control.sendall(REPLY.pack(pid, _reap(pid, _SECONDS_TO_DIE)))
+                patience = _SECONDS_TO_DIE if command == REAP else 0.0
+                control.sendall(REPLY.pack(pid, _reap(pid, patience)))
     finally:
         for pid in ranks:
             _reap(pid, 0)

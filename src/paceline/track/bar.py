@@ -24,8 +24,10 @@ class Bar:
     def say(self, text: str, *, warning: bool = False) -> None:
         """Write one line above the bar."""
         # Text, not str: brackets in paths and messages are no markup.
-        line = Text("warning: ", style="bold yellow") if warning else Text()
-        self._console.print(line.append(text, style="default"), soft_wrap=True, highlight=False)
+        line = Text()
+        if warning:
+            line.append("warning: ", style="bold yellow")
+        self._console.print(line.append(text), soft_wrap=True, highlight=False)
 
     def prepare(self) -> None:
         """Put up a bar that only pulses."""
@@ -60,7 +62,7 @@ class Bar:
                 console=self._console,
                 refresh_per_second=8,
             )
-            self._progress.add_task("", status="")
+            self._progress.add_task(description, total=total, status=status)
             self._progress.start()
         task = self._progress.tasks[0]
         task.total = total  # update() takes None as "leave it"

@@ -89,7 +89,8 @@ class Group:
         Only a backend made for a device (NCCL for CUDA) moves its memory directly. Everything
         else travels through host memory over Gloo.
         """
-        assert self.process_group is not None and self._cpu_group is not None
+        assert self.process_group is not None
+        assert self._cpu_group is not None
         if self._backends.get(device.type, "gloo") != "gloo":
             return self.process_group, device
         return self._cpu_group, torch.device("cpu")

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import WorldError
 from paceline.launch.environment import Environment
@@ -16,7 +17,7 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 # One store per meeting place, kept for the life of the process: rank 0 may serve it, and a world
 # that is closed and joined again must not find its peers still talking to a dead server.
-_stores: dict[tuple[str, int, int], dist.Store] = {}
+_stores: dict[tuple[str, int, int], Store] = {}
 _worlds_joined: dict[tuple[str, int, int], int] = {}
 
 
@@ -77,13 +78,13 @@ def choose_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
-def join(place: Environment, backend: str, device: torch.device, timeout: timedelta) -> dist.Store:
+def join(place: Environment, backend: str, device: torch.device, timeout: timedelta) -> Store:
     """Meet the other ranks and make the default process group; returns the world's store."""
     base = _connect(place, timeout)
     key = _meeting_place(place)
     count = _worlds_joined[key] = _worlds_joined.get(key, 0) + 1
     # Each world of this process has its own part of the store: nothing is left over from the last.
-    store = dist.PrefixStore(f"paceline/{place.restart_count}/{count}", base)
+    store = PrefixStore(f"paceline/{place.restart_count}/{count}", base)
     _wait_for_everyone(store, place, backend, timeout)
     # A CUDA world also gets Gloo, so that CPU tensors can be reduced without touching the GPU.
     torch_backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
@@ -104,6 +105,11 @@ def join(place: Environment, backend: str, device: torch.device, timeout: timede
     return store
 
 
+def lend_store(place: Environment, store: Store) -> None:
+    """Join at ``place`` through ``store`` instead of a new connection to its address."""
+    _stores[_meeting_place(place)] = store
+
+
 def forget_stores() -> None:
     """Drop the connections to every meeting place; for processes that live through many worlds."""
     _stores.clear()
@@ -111,18 +117,19 @@ def forget_stores() -> None:
 
 
 def _meeting_place(place: Environment) -> tuple[str, int, int]:
-    assert place.address is not None and place.port is not None
+    assert place.address is not None
+    assert place.port is not None
     return place.address, place.port, place.restart_count
 
 
-def _connect(place: Environment, timeout: timedelta) -> dist.Store:
+def _connect(place: Environment, timeout: timedelta) -> Store:
     key = _meeting_place(place)
     if key in _stores:
         return _stores[key]
     address, port, _ = key
     serves = place.rank == 0 and not place.store_is_hosted
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             address,
             port,
             place.size,
@@ -147,10 +154,8 @@ def _connect(place: Environment, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _wait_for_everyone(
-    store: dist.Store, place: Environment, backend: str, timeout: timedelta
-) -> None:
-    """Every rank says who it is, so that one that is missing or differs is named, not waited for."""
+def _wait_for_everyone(store: Store, place: Environment, backend: str, timeout: timedelta) -> None:
+    """Every rank says who it is, so that one that is missing or differs is named."""
     mine = {"size": place.size, "backend": backend, "host": socket.gethostname()}
     keys = [f"joined/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], json.dumps(mine))

@@ -135,7 +135,7 @@ def gather_object(obj: Any, dst: int = 0, group: Group | None = None) -> list[An
 def scatter_object(
     objects: Sequence[Any] | None = None, src: int = 0, group: Group | None = None
 ) -> Any:
-    """The object that rank ``src`` has for this rank; only ``src`` passes ``objects``, one a rank."""
+    """What rank ``src`` has for this rank; only ``src`` passes ``objects``, one for each rank."""
     members = resolve_group(group, "scatter_object")
     problem = _rank_problem(members, src, "scatter_object: src")
     is_source = problem is None and members.ranks[members.rank] == src

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.errors import CollectiveMismatch, WorldError
 from paceline.launch.environment import Environment, read_environment
@@ -55,7 +56,7 @@ class World:
         timeout: timedelta,
         checks: bool,
         owns_group: bool,
-        store: dist.Store | None,
+        store: Store | None,
     ) -> None:
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size = place.local_rank, place.local_size

@@ -1,0 +1,317 @@
+"""``paceline train``: start a run, follow it, and say what came of it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.options import Overrides
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.config import Config
+    from paceline.launch.run_folder import RunFolder
+    from paceline.track import Tracker
+
+_PLACES = ("local",)
+
+
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A YAML, JSON or Python config; without one, the demo. With --script, what "
+            "follows -- goes to the script.",
+            show_default=False,
+        ),
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Run this torchrun-style script instead of a config."),
+    ] = None,
+    nproc: Annotated[
+        str | None, typer.Option(metavar="N", help="How many ranks; else one per GPU, or 2.")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help="How work is spread, like dp=4.")
+    ] = None,
+    on: Annotated[
+        str, typer.Option(metavar="PLACE", help=f"Where the ranks run: {', '.join(_PLACES)}.")
+    ] = _PLACES[0],
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN_DIR", help="Go on with the run in this folder.")
+    ] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The run's own folder, which must be new.")
+    ] = None,
+    max_restarts: Annotated[
+        str | None, typer.Option(metavar="N", help="How often failed ranks are started again.")
+    ] = None,
+) -> None:
+    """Train what a config describes, or run a script on several ranks.
+
+    With nothing at all: a small byte-level GPT on the source of Python's standard library.
+    """
+    config, script_arguments = _split_at_dashes(arguments or [])
+    flags = {
+        "--nproc": ("launch.nproc", nproc),
+        "--layout": ("layout", layout),
+        "--max-restarts": ("launch.max_restarts", max_restarts),
+    }
+    request = _Request(
+        configs=config,
+        script=script,
+        script_arguments=script_arguments,
+        flags={f"{k}={v}": f"{flag} {v}" for flag, (k, v) in flags.items() if v is not None},
+        overrides=list(overrides or []),
+        resume=resume,
+        run_dir=run_dir,
+    )
+    try:
+        request.check(on, layout)
+        (_run_config if script is None else _run_script)(request)
+    except KeyboardInterrupt:
+        # Click would make "Aborted!" and status 1 of it.
+        typer.echo("interrupted before the ranks were started", err=True)
+        raise SystemExit(130) from None
+
+
+@dataclass
+class _Request:
+    """What the command line asks for. ``flags`` maps overrides to the flags they came from."""
+
+    configs: list[str]
+    script: str | None
+    script_arguments: list[str]
+    flags: dict[str, str]
+    overrides: list[str]
+    resume: str | None
+    run_dir: str | None
+    _adjusted: list[str] = field(default_factory=list)
+
+    def check(self, on: str, layout: str | None) -> None:
+        """Refuse what does not go together, all of it at once."""
+        from paceline.errors import ConfigError
+
+        problems = []
+        if on not in _PLACES:
+            problems.append(
+                f"--on {on}: not available; this version starts ranks on: {', '.join(_PLACES)}"
+            )
+        if len(self.configs) > 1:
+            problems.append(f"one CONFIG at most; got {', '.join(self.configs)}")
+        if self.script is not None:
+            problems += self._problems_with_script(layout)
+        elif self.script_arguments:
+            problems.append(
+                f"{' '.join(self.script_arguments)}: arguments after -- are for a script; name it "
+                "with --script FILE"
+            )
+        if self.resume is not None and self.configs:
+            problems.append(
+                f"--resume {self.resume} with CONFIG {self.configs[0]}: a run folder has its own "
+                "config; change values of it with --set"
+            )
+        if self.resume is not None and self.run_dir is not None:
+            problems.append(
+                f"--resume {self.resume} with --run-dir {self.run_dir}: a resumed run stays in its "
+                "folder; leave --run-dir out"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    def _problems_with_script(self, layout: str | None) -> list[str]:
+        problems = []
+        if self.configs:
+            problems.append(
+                f"--script {self.script} with CONFIG {self.configs[0]}: give one or the other; "
+                "arguments of the script go after --"
+            )
+        for flag, value in (
+            ("--layout", layout),
+            ("--set", " --set ".join(self.overrides) or None),
+            ("--resume", self.resume),
+        ):
+            if value is not None:
+                problems.append(f"{flag} {value}: for configs only; the script decides for itself")
+        return problems
+
+    def load(self, source: str | Path | None, *, checked: bool = True) -> Config:
+        """The config with all overrides; problems name the flags they come from."""
+        from paceline.config import check, load
+        from paceline.errors import ConfigError
+
+        try:
+            config = load(source, [*self._adjusted, *self.flags, *self.overrides])
+            if checked and (problems := check(config)):
+                raise ConfigError(problems)
+        except ConfigError as error:
+            raise ConfigError([self._in_users_words(text) for text in error.problems]) from None
+        return config
+
+    def adjust_ranks_of(self, stored: Config) -> None:
+        """Another --nproc on resume changes the resolved layout in the run folder, and vice versa.
+
+        Both are written out in a run folder, so that one of them alone would always contradict
+        the other.
+        """
+        from paceline.layout import Layout
+
+        keys = {text.partition("=")[0].strip() for text in (*self.flags, *self.overrides)}
+        if "launch.nproc" in keys and "layout" not in keys:
+            rest = str(Layout.parse(stored.layout)).partition(",")[2]
+            self._adjusted = [f"layout={rest or 'auto'}"]
+        elif "layout" in keys and "launch.nproc" not in keys:
+            self._adjusted = ["launch.nproc=auto"]
+
+    def _in_users_words(self, problem: str) -> str:
+        for override, flag in self.flags.items():
+            problem = problem.replace(f"--set {override}", flag)
+        return problem
+
+
+def _split_at_dashes(positionals: list[str]) -> tuple[list[str], list[str]]:
+    """Positional arguments before and after ``--``, which the parser has dropped by now."""
+    if "--" not in sys.argv:
+        return positionals, []
+    after = sys.argv[sys.argv.index("--") + 1 :]
+    return positionals[: len(positionals) - len(after)], after
+
+
+# A script: its output is the user's, we only say where the logs are.
+
+
+def _run_script(request: _Request) -> None:
+    from pathlib import Path
+
+    from paceline.cli.train_report import exit_status
+    from paceline.config import resolve
+    from paceline.errors import ConfigError
+    from paceline.launch.local import LocalJob, launch
+    from paceline.launch.run_folder import new_run, new_run_at
+
+    assert request.script is not None
+    script = Path(request.script)
+    if not script.is_file() and not (script / "__main__.py").is_file():
+        raise ConfigError(f"--script {script}: there is no such file")
+    # Only for the number of ranks and restarts: what the demo would say to it is no matter.
+    config = resolve(request.load(None, checked=False))
+    run = new_run_at(request.run_dir) if request.run_dir else new_run("runs", script.stem)
+    assert isinstance(config.launch.nproc, int)
+    job = LocalJob(
+        command=["script", str(script), *request.script_arguments],
+        nproc=config.launch.nproc,
+        log_dir=run.logs,
+        max_restarts=config.launch.max_restarts,
+    )
+    try:
+        launch(job)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        typer.echo(f"stopped; logs: {run.logs}", err=True)
+        raise SystemExit(exit_status(stop)) from None
+
+
+# A config: a run folder, events, trackers.
+
+
+def _run_config(request: _Request) -> None:
+    from paceline.cli.train_report import is_finished, say_done
+    from paceline.config import dump, load, resolve, summary
+    from paceline.launch.run_folder import new_run, new_run_at, open_run
+
+    if request.resume is not None:
+        run = open_run(request.resume)
+        stored = load(run.config)
+        request.adjust_ranks_of(stored)
+        config = resolve(request.load(run.config))
+        _check_trackers(config)
+        if is_finished(run, stored, config):
+            return
+    else:
+        config = resolve(request.load(next(iter(request.configs), None)))
+        _check_trackers(config)
+        root, name = config.track.run_dir, config.name
+        run = new_run_at(request.run_dir) if request.run_dir else new_run(root, name)
+    with run.in_use():
+        run.save_config(dump(config))
+        typer.echo(summary(config))
+        typer.echo(f"run folder: {run}")
+        _launch(config, run, resume=request.resume is not None)
+    say_done(config, run)
+
+
+def _launch(config: Config, run: RunFolder, *, resume: bool) -> None:
+    from paceline.cli.train_report import resume_hint, say_stopped
+    from paceline.errors import RankFailed
+    from paceline.launch.local import LocalJob, launch
+    from paceline.track import following
+
+    assert isinstance(config.launch.nproc, int)
+    job = LocalJob(
+        command=["-m", "paceline.trainer.run", str(run), *(["--resume"] if resume else [])],
+        nproc=config.launch.nproc,
+        log_dir=run.logs,
+        max_restarts=config.launch.max_restarts,
+        events_dir=run.path,
+    )
+    try:
+        with following(run.path, _trackers(config, run)):
+            launch(job)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        say_stopped(run, stop)
+    except RankFailed as error:
+        raise RankFailed(
+            f"{error}\n{resume_hint(run)}",
+            rank=error.rank,
+            exit_code=error.exit_code,
+            traceback=error.traceback,
+        ) from None
+
+
+def _check_trackers(config: Config) -> None:
+    """A missing package is reported before there is a run folder or a process."""
+    from paceline.track import MLflow, TensorBoard
+
+    if config.track.tensorboard:
+        TensorBoard.check_installed()
+    if config.track.mlflow is not None:
+        MLflow.check_installed()
+
+
+def _trackers(config: Config, run: RunFolder) -> list[Tracker]:
+    from paceline.cli.train_report import mlflow_uri
+    from paceline.track import MLflow, Progress, TensorBoard
+
+    trackers: list[Tracker] = []
+    if config.track.progress:
+        trackers.append(Progress())
+    if config.track.tensorboard:
+        trackers.append(TensorBoard(run.tensorboard))
+    if config.track.mlflow is not None:
+        trackers.append(
+            MLflow(
+                uri=mlflow_uri(config, run),
+                experiment=config.track.mlflow.experiment,
+                run_name=run.path.name,
+                run_dir=run.path,
+                params=_flat(config.model_dump()),
+            )
+        )
+    return trackers
+
+
+def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

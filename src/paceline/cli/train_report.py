@@ -1,0 +1,94 @@
+"""What ``paceline train`` tells the user when a run has ended, and how to go on from there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from paceline.config import Config
+from paceline.launch.run_folder import RunFolder
+from paceline.track.summary import Summary
+
+
+def is_finished(run: RunFolder, stored: Config, config: Config) -> bool:
+    """Whether a run asked to go on has nothing left to do; says so."""
+    finished = Summary.read(run.path).finished
+    same_length = (stored.train.steps, stored.train.epochs) == (
+        config.train.steps,
+        config.train.epochs,
+    )
+    if finished is None or finished.reason == "interrupted" or not same_length:
+        return False
+    typer.echo(f"{run} is already finished, at step {finished.step}.")
+    typer.echo(f"To train it longer: {_longer(config, run)}")
+    return True
+
+
+def say_done(config: Config, run: RunFolder) -> None:
+    """What the run achieved, where it lies, and what to try next."""
+    typer.echo("")
+    for line in Summary.read(run.path).lines():
+        typer.echo(line)
+    typer.echo(f"  run folder       {run}")
+    typer.echo("")
+    typer.echo("What next:")
+    typer.echo(f"  train longer     {_longer(config, run)}")
+    if config.track.tensorboard:
+        typer.echo(f"  see the curves   tensorboard --logdir {_quoted(run.tensorboard)}")
+    else:
+        typer.echo("  see the curves   paceline train --set track.tensorboard=true")
+    if config.track.mlflow is not None:
+        typer.echo(f"                   mlflow ui --backend-store-uri {mlflow_uri(config, run)}")
+    typer.echo("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
+
+
+def say_stopped(run: RunFolder, stop: KeyboardInterrupt | SystemExit) -> NoReturn:
+    """Where a run was stopped, what is saved, how to go on; then leave with the signal's status."""
+    summary = Summary.read(run.path)
+    where = "stopped before the first step"
+    if summary.step is not None:
+        where = f"stopped at step {summary.step.step}"
+    saved = summary.checkpoint
+    if saved is None:
+        typer.echo(f"{where}; nothing had been saved yet")
+    elif summary.step is None or saved.step >= summary.step.step:
+        typer.echo(f"{where}; saved to {saved.path}")
+    else:
+        typer.echo(f"{where}; the last checkpoint is of step {saved.step}: {saved.path}")
+    typer.echo(resume_hint(run))
+    raise SystemExit(exit_status(stop)) from None
+
+
+def resume_hint(run: RunFolder) -> str:
+    """The command that goes on with a run."""
+    saved = Summary.read(run.path).checkpoint
+    begin = "To start it again" if saved is None else f"To go on after step {saved.step}"
+    return f"{begin}: paceline train --resume {_quoted(run.path)}"
+
+
+def _longer(config: Config, run: RunFolder) -> str:
+    if config.train.epochs is not None:
+        more = f"train.epochs={2 * config.train.epochs}"
+    else:
+        more = f"train.steps={2 * (config.train.steps or 1)}"
+    return f"paceline train --resume {_quoted(run.path)} --set {more}"
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def exit_status(stop: KeyboardInterrupt | SystemExit) -> int:
+    """What a shell expects of a process that ended because of a signal."""
+    return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0)
+
+
+def mlflow_uri(config: Config, run: RunFolder) -> str:
+    """The MLflow store of a run: the config's, the environment's, or one beside the run folder."""
+    assert config.track.mlflow is not None
+    local = f"sqlite:///{run.path.absolute().parent / 'mlflow.db'}"
+    return config.track.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI") or local

@@ -1,0 +1,92 @@
+"""What came of a run, gathered from its events."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.events import (
+    FILE_NAME,
+    Baseline,
+    CheckpointSaved,
+    EvalDone,
+    Event,
+    RunFinished,
+    RunStarted,
+    StepDone,
+    read,
+)
+from paceline.track.pace import duration, number, plural, rate
+
+
+@dataclass
+class Summary:
+    """The last word on everything; speed is that of the latest start."""
+
+    step: StepDone | None = None
+    evaluation: EvalDone | None = None
+    baseline: Baseline | None = None
+    checkpoint: CheckpointSaved | None = None
+    finished: RunFinished | None = None
+    """How the run ended; ``None`` while it goes on, or when it was cut short."""
+    samples: int = 0
+    training_seconds: float = 0.0
+
+    @classmethod
+    def read(cls, run_dir: str | os.PathLike[str]) -> Summary:
+        """Of the run in a folder; empty when it has written no event yet."""
+        path = Path(run_dir) / FILE_NAME
+        return cls.of(read(path)) if path.exists() else cls()
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Summary:
+        """Of these events, oldest first."""
+        summary = cls()
+        for event in events:
+            summary.add(event)
+        return summary
+
+    def add(self, event: Event) -> None:
+        """Take in one more event."""
+        if isinstance(event, RunStarted):
+            self.finished = None
+            self.samples, self.training_seconds = 0, 0.0
+        elif isinstance(event, StepDone):
+            self.step = event
+            self.samples += event.samples
+            self.training_seconds += event.seconds
+        elif isinstance(event, EvalDone):
+            self.evaluation = event
+        elif isinstance(event, Baseline):
+            self.baseline = event
+        elif isinstance(event, CheckpointSaved):
+            self.checkpoint = event
+        elif isinstance(event, RunFinished):
+            self.finished = event
+
+    def lines(self) -> list[str]:
+        """The outcome of a finished run, for a person."""
+        lines = [self._headline()]
+        if self.step is not None:
+            lines.append(f"  train loss       {number(self.step.loss)}")
+        if self.evaluation is not None:
+            for name, value in self.evaluation.metrics.items():
+                line = f"  {'validation ' + name:<16} {number(value)}"
+                if name == "loss" and self.baseline is not None:
+                    line += f"  ({self.baseline.name}: {number(self.baseline.loss)})"
+                lines.append(line)
+        if self.checkpoint is not None:
+            lines.append(f"  checkpoint       {self.checkpoint.path}")
+        return lines
+
+    def _headline(self) -> str:
+        if self.finished is None:
+            return "the run left no record of its end"
+        verb = {"done": "done", "stopped": "stopped early"}.get(self.finished.reason, "stopped")
+        speed = ""
+        if self.training_seconds:
+            speed = f", {rate(self.samples / self.training_seconds)} samples/s"
+        steps = plural(self.finished.step, "step")
+        return f"{verb}: {steps}, {duration(self.finished.seconds)}{speed}"
