@@ -5,8 +5,8 @@ Trainer, Accelerate and Lightning Fabric. The loops take turns, a few steps each
 else the machine does hits all of them; the table gives each loop's median ratio to the
 hand-written one over all turns.
 
-    python benchmarks/overhead.py                     # two CPU ranks (pip install 'paceline[bench]')
-    python benchmarks/overhead.py --device cuda       # one GPU: plain compiled loop against Engine
+    python benchmarks/overhead.py                 # two CPU ranks; pip install 'paceline[bench]'
+    python benchmarks/overhead.py --device cuda   # one GPU: plain compiled loop against Engine
 """
 
 from __future__ import annotations
@@ -247,9 +247,7 @@ def cpu(options: argparse.Namespace) -> dict[str, list[float]]:
 def gpu(options: argparse.Namespace) -> dict[str, list[float]]:
     device = torch.device("cuda")
     torch.set_float32_matmul_precision("high")
-    batches = [
-        (x.to(device), y.to(device)) for x, y in batches_for(options, 0)
-    ]
+    batches = [(x.to(device), y.to(device)) for x, y in batches_for(options, 0)]
 
     def plain() -> Callable[[Any], None]:
         model = make_model(options).to(device)

@@ -36,7 +36,7 @@ class Event:
     def to_json(self) -> str:
         """The record as one line of JSON, its class name under ``kind``.
 
-        JSON has no NaN or infinity: they are written as the strings ``"nan"``, ``"inf"``, ``"-inf"``.
+        JSON has no NaN or infinity: they become the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
         """
         return json.dumps({"kind": type(self).__name__, **_plain(dataclasses.asdict(self))})
 
@@ -70,7 +70,7 @@ class RunStarted(Event):
     world_size: int
     device: str
     precision: str
-    global_batch: int
+    global_batch: int | None
     parameters: int
     samples_per_epoch: int | None
     total_steps: int | None

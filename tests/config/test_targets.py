@@ -27,6 +27,21 @@ class Net:
         def __init__(self, x=1): ...
 class Child(Net): ...
 class Bare: ...
+class Sets:
+    __init__ = build_init = None
+class Either:
+    if True:
+        def __init__(self, a): ...
+    else:
+        def __init__(self, b): ...
+class Makes:
+    def __new__(cls, a): ...
+class Step:
+    def __init__(self, parameters, lr, momentum=0.0): ...
+class NoRate:
+    def __init__(self, params): ...
+def sets_it():
+    global appears_later
 class Any:
     def __init__(self, needed, **rest): ...
 @dataclasses.dataclass
@@ -83,6 +98,10 @@ def _in_a_folder_with_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("mine:Bare", Callee("class", ())),
         ("mine:Any", Callee("class", None, ("needed",))),
         ("mine:Record", Callee("class")),
+        ("mine:Sets", Callee("class")),
+        ("mine:Either", Callee("class")),
+        ("mine:Makes", Callee("class")),
+        ("mine:appears_later", UNKNOWN),
         ("mine:build", Callee("function", ("b", "c"), ("a", "b"))),
         ("mine:cached", Callee("function")),
         ("mine:many", Callee("function", ("a", "b"), ("a",))),
@@ -136,13 +155,14 @@ def test_checking_imports_neither_torch_nor_the_users_code() -> None:
         {
             "model": {"target": "mine:Net", "args": {"widht": 3, "bias": True}},
             "loss": {"target": "mine:build", "args": {"d": 1}},
-            "optimizer": {"name": "mine:Bare", "args": {"momentum": 0.9}},
+            "optimizer": {"name": "mine:NoRate", "args": {"momentum": 0.9}},
         }
     )
     assert check(config, devices=0) == [
         "model.args: mine:Net has no argument 'widht'; did you mean 'width'?",
         "model.args: mine:Net needs the argument 'width'",
-        "optimizer.args: mine:Bare has no argument 'momentum'; it takes none",
+        "optimizer.name: mine:NoRate has no argument 'lr'",
+        "optimizer.args: mine:NoRate has no argument 'momentum'; it takes none",
         "loss.args: mine:build has no argument 'd'; it takes b, c",
     ]
     assert "mine" not in sys.modules
@@ -150,6 +170,11 @@ def test_checking_imports_neither_torch_nor_the_users_code() -> None:
 
 def test_a_loss_function_gets_its_missing_arguments_at_each_step() -> None:
     config = load({"loss": {"target": "mine:many", "args": {"b": 2}}})
+    assert check(config, devices=0) == []
+
+
+def test_an_optimizer_may_call_its_parameters_what_it_likes() -> None:
+    config = load({"optimizer": {"name": "mine:Step", "args": {"momentum": 0.9}}})
     assert check(config, devices=0) == []
 
 

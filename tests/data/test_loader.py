@@ -1,7 +1,10 @@
 """The loader over map-style datasets: the same samples in the same order in every world."""
 
+import itertools
 import json
+import pickle
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from paceline.data import Loader, Order, Share, loader, share
+from paceline.data.mapped import Fetcher, Request
 from paceline.errors import DataError
 
 
@@ -42,7 +46,7 @@ def test_shares_cover_everything_once(total: int, size: int) -> None:
     slices = [share(total, rank, size) for rank in range(size)]
     assert slices[0][0] == 0
     assert slices[-1][1] == total
-    assert all(a[1] == b[0] for a, b in zip(slices, slices[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(slices))
     lengths = [stop - start for start, stop in slices]
     assert max(lengths) - min(lengths) <= 1
     assert lengths == sorted(lengths, reverse=True)
@@ -146,9 +150,13 @@ def test_break_keeps_the_position_and_the_next_loop_goes_on() -> None:
 
 def test_an_error_in_the_loop_keeps_the_position() -> None:
     data = make(10)
-    with pytest.raises(RuntimeError, match="my own"):
+
+    def loop() -> None:
         for _ in data:
             raise RuntimeError("my own")
+
+    with pytest.raises(RuntimeError, match="my own"):
+        loop()
     assert data.position == 4
 
 
@@ -282,6 +290,75 @@ def test_augmentation_depends_on_seed_epoch_and_index_only() -> None:
     assert not torch.isclose(first[:, 1:], second[:, 1:]).any()
     assert alone[:, 1:].unique().numel() == alone[:, 1:].numel()
     assert not torch.equal(augmented(Augmented(), 1, seed=6)[:, 1:], alone[:, 1:])
+
+
+class Seldom(Augmented):
+    """Most samples draw nothing; a broken one is replaced by a random other."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.randrange(9) if index == 5 else index])
+
+
+class OneObject(Augmented):
+    """Hands over a whole batch as one object that only its collate function understands."""
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
+        return {"index": indices, "noise": torch.rand(len(indices))}
+
+
+class ReadsTheSeed(Augmented):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(np.random.default_rng(torch.initial_seed() + index).random())
+
+
+def test_augmentation_that_comes_seldom_or_by_the_seed() -> None:
+    for dataset in (Seldom(), ReadsTheSeed()):
+        alone = augmented(dataset, 1)
+        for size in (2, 4):
+            assert torch.equal(augmented(type(dataset)(), size), alone)
+    assert alone.unique().numel() == alone.numel()
+
+
+def test_a_batch_in_one_object_repeats_itself_after_a_resume() -> None:
+    def batches(start: int) -> list[list[float]]:
+        data = loader(OneObject(), global_batch=3, collate_fn=dict, rank=0, size=1)
+        data.seek(start)
+        return [batch["noise"].tolist() for batch in data]
+
+    whole = batches(0)
+    assert len({number for batch in whole for number in batch}) == 9
+    assert batches(3) == whole[1:]
+
+
+def test_a_sample_that_loads_numpy_finds_it_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loads(Augmented):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            sys.modules["numpy.random"] = np.random
+            return torch.tensor(np.random.rand())
+
+    expected = augmented(Loads(), 1)
+    np.random.seed()
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    assert torch.equal(augmented(Loads(), 1), expected)
+
+
+def test_samples_that_draw_nothing_are_fetched_once() -> None:
+    class Counted(Augmented):
+        fetched = 0
+
+        def __getitem__(self, index: int) -> int:
+            self.fetched += 1
+            return index
+
+    dataset = Counted()
+    list(loader(dataset, global_batch=4, rank=0, size=1))
+    assert dataset.fetched == 9
+
+
+def test_the_fetcher_can_be_sent_to_a_spawned_worker() -> None:
+    fetcher = pickle.loads(pickle.dumps(Fetcher(AugmentedBatches(), torch.stack, seed=5)))
+    delivery = fetcher.__getitems__(Request(0, [3, 4], 2, 2))
+    assert delivery.batch[:, 0].tolist() == [3, 4]
 
 
 def test_fetching_leaves_the_callers_generators_alone() -> None:

@@ -138,7 +138,7 @@ def _next_epoch(one: Loader, old: Iterator[Any]) -> Iterator[Any]:
 @pytest.mark.parametrize("dataset", [Counting, Shuffling, Stateful])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_resume_where_the_last_batch_was_whole(dataset: Any, workers: int) -> None:
-    """Nobody has seen yet that the epoch is over: the next batch is of the next one all the same."""
+    """Nobody has seen yet that the epoch is over; the next batch is of the next one anyway."""
     alone = world(dataset, 1, global_batch=5)
     expected = [epoch(alone), epoch(alone)]
     (first,) = world(dataset, 1, global_batch=5, workers=workers)

@@ -11,8 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.errors import DataError, LayoutError, LossError, NonFiniteError, TrainingError
-from paceline.errors import RankFailed
+from paceline.errors import (
+    DataError,
+    LayoutError,
+    LossError,
+    NonFiniteError,
+    RankFailed,
+    TrainingError,
+)
 
 
 def linear(seed: int = 0) -> nn.Linear:
@@ -22,7 +28,9 @@ def linear(seed: int = 0) -> nn.Linear:
 
 def samples(n: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randint(0, 3, (n,), generator=g)
+    return torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randint(
+        0, 3, (n,), generator=g
+    )
 
 
 def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
@@ -436,9 +444,7 @@ def test_optimizer_factory_sees_the_trainable_parameters(ranks: Any) -> None:
     def job() -> bool:
         model = nn.Sequential(linear(), linear().requires_grad_(False))
         model[1] = nn.Linear(3, 3).double().requires_grad_(False)
-        engine = paceline.Engine(
-            model, loss=F.cross_entropy, optimizer=from_parameters
-        )
+        engine = paceline.Engine(model, loss=F.cross_entropy, optimizer=from_parameters)
         before = model[1].weight.clone()
         engine.step(my_slice(samples(4)))
         held = sum(p.numel() for g in engine.optimizer.param_groups for p in g["params"])

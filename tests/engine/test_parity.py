@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine import parity_cases
-from engine.parity_cases import CASES, GLOBAL_BATCHES
 
 import paceline
+from engine import parity_cases
+from engine.parity_cases import CASES, GLOBAL_BATCHES
 
 
 def train(name: str, dtype: torch.dtype, accumulation: int) -> Any:
@@ -40,7 +40,9 @@ def train(name: str, dtype: torch.dtype, accumulation: int) -> Any:
 
 def assert_parity(got: Any, expected: Any, rtol: float, atol: float) -> None:
     losses, norms, state = got
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        torch.tensor(losses), torch.tensor(expected[0]), rtol=rtol, atol=atol
+    )
     torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected[1]), rtol=rtol, atol=atol)
     torch.testing.assert_close(state, expected[2], rtol=rtol, atol=atol)
 
@@ -48,14 +50,10 @@ def assert_parity(got: Any, expected: Any, rtol: float, atol: float) -> None:
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.world(1, 2, 3, 4)
-def test_float64_equals_one_process_to_rounding(
-    ranks: Any, name: str, accumulation: int
-) -> None:
+def test_float64_equals_one_process_to_rounding(ranks: Any, name: str, accumulation: int) -> None:
     size = ranks.world_size
     microbatch = parity_cases.microbatch_for(GLOBAL_BATCHES[0], size, accumulation)
-    expected = parity_cases.reference(
-        CASES[name], torch.float64, ranks=size, microbatch=microbatch
-    )
+    expected = parity_cases.reference(CASES[name], torch.float64, ranks=size, microbatch=microbatch)
     for got in ranks(train, name, torch.float64, accumulation):
         assert_parity(got, expected, rtol=1e-10, atol=1e-10)
 
@@ -72,9 +70,7 @@ def test_float32_equals_one_process_within_adams_amplification(ranks: Any, name:
         CASES[name], torch.float32, ranks=ranks.world_size, microbatch=microbatch
     )
     got = ranks(train, name, torch.float32, 3)[0]
-    torch.testing.assert_close(
-        torch.tensor(got[0]), torch.tensor(expected[0]), rtol=5e-4, atol=0
-    )
+    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(expected[0]), rtol=5e-4, atol=0)
     for key, value in got[2].items():
         if value.is_floating_point():
             off = (value - expected[2][key]).abs()

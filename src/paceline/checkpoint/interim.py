@@ -83,11 +83,8 @@ def steps(folder: str | os.PathLike[str]) -> list[int]:
 
 
 def _by_step(folder: Path) -> list[tuple[int, Path]]:
-    found = []
-    for path in folder.glob("step-*.pt"):
-        if match := _STEP_FILE.fullmatch(path.name):
-            found.append((int(match[1]), path))
-    return sorted(found)
+    matches = ((_STEP_FILE.fullmatch(path.name), path) for path in folder.glob("step-*.pt"))
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def _write_file(path: Path, state: Mapping[str, Any]) -> None:

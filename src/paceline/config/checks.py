@@ -71,7 +71,8 @@ def _targets(config: Config, callees: dict[str, Callee]) -> Problems:
         callees[".".join(section)] = callee
         given: set[str] = set()
         if section == ("optimizer",):
-            given = {"params", "lr", "weight_decay"}
+            # The parameters come first, whatever the optimizer calls them.
+            given = {*(callee.accepts or ())[:1], *callee.needs[:1], "lr", "weight_decay"}
             yield from _optimizer_arguments(config, callee)
         # A loss function gets the model's output and the target at every step.
         later = section == ("loss",) and callee.kind == "function"
@@ -88,11 +89,11 @@ def _optimizer_arguments(config: Config, callee: Callee) -> Problems:
                 ("optimizer", "args", name),
                 f"optimizer.args.{name} is set by optimizer.{name}; give it only there",
             )
-    if (
-        optimizer.weight_decay is not None
-        and callee.accepts is not None
-        and "weight_decay" not in callee.accepts
-    ):
+    if callee.accepts is None:
+        return
+    if "lr" not in callee.accepts:
+        yield ("optimizer", "name"), f"optimizer.name: {optimizer.target} has no argument 'lr'"
+    if optimizer.weight_decay is not None and "weight_decay" not in callee.accepts:
         yield (
             ("optimizer", "weight_decay"),
             f"optimizer.weight_decay={optimizer.weight_decay:g}: {optimizer.target} has no "
@@ -244,10 +245,16 @@ def _saving(config: Config, callees: Mapping[str, Callee]) -> Problems:
 
 
 def _run_dir(run_dir: str) -> Problems:
+    if run_dir.startswith("~"):
+        yield (
+            ("track", "run_dir"),
+            f"track.run_dir={run_dir!r}: '~' is not expanded; write the whole path",
+        )
+        return
     folder = FilePath(run_dir)
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         yield ("track", "run_dir"), f"track.run_dir={run_dir!r}: '{folder}' is a file, not a folder"
     elif not os.access(folder, os.W_OK | os.X_OK):
         yield (

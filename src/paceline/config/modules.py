@@ -69,12 +69,13 @@ class Source:
     def __init__(self, spec: ModuleSpec, tree: ast.Module, text: str) -> None:
         self.spec = spec
         self.name = spec.name
+        self.tree = tree
         self.bindings: dict[str, list[ast.stmt]] = {}
         self.stars: list[ast.ImportFrom] = []
-        for statement in _top_level(tree.body):
+        for statement in statements_in(tree.body):
             if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
                 self.stars.append(statement)
-            for name in _names_bound(statement):
+            for name in names_bound(statement):
                 self.bindings.setdefault(name, []).append(statement)
         self.open_ended = "__getattr__" in self.bindings or any(
             sign in text for sign in _MADE_AT_RUN_TIME
@@ -89,6 +90,12 @@ class Source:
             parts.pop()
         parts = parts[: len(parts) - (statement.level - 1)]
         return ".".join([*parts, *([statement.module] if statement.module else [])])
+
+    def declares_global(self, name: str) -> bool:
+        """Whether some function sets ``name`` for the whole module when it runs."""
+        return any(
+            isinstance(node, ast.Global) and name in node.names for node in ast.walk(self.tree)
+        )
 
     def has_submodule(self, name: str) -> bool:
         """Whether the module is a package with a module ``name`` in it."""
@@ -113,22 +120,23 @@ def read_source(spec: ModuleSpec) -> Source | None:
     return Source(spec, tree, content.decode("utf-8", "replace"))
 
 
-def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that bind names of the module, also inside ``if``, ``try``, ``with`` and loops."""
+def statements_in(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module or class, also those in ``if``, ``try``, ``with`` and loops."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If | ast.For | ast.While):
-            yield from _top_level([*statement.body, *statement.orelse])
+            yield from statements_in([*statement.body, *statement.orelse])
         elif isinstance(statement, ast.With):
-            yield from _top_level(statement.body)
+            yield from statements_in(statement.body)
         elif isinstance(statement, ast.Try | ast.TryStar):
             inner = [part for handler in statement.handlers for part in handler.body]
-            yield from _top_level(
+            yield from statements_in(
                 [*statement.body, *inner, *statement.orelse, *statement.finalbody]
             )
 
 
-def _names_bound(statement: ast.stmt) -> Iterator[str]:
+def names_bound(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement by itself gives a value."""
     if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield statement.name
     elif isinstance(statement, ast.Import):

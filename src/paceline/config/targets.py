@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.keys import nearest
-from paceline.config.modules import Source, find_module, read_source
+from paceline.config.modules import (
+    Source,
+    find_module,
+    names_bound,
+    read_source,
+    statements_in,
+)
 from paceline.errors import ConfigError
 
 _FARTHEST_REEXPORT = 8
@@ -126,7 +132,8 @@ def _find_otherwise(source: Source, name: str, depth: int) -> _Found | None:
         found = _find_in(source.imported_from(star), name, depth)
         if found is not None:
             return found
-    return _Found() if source.open_ended or source.has_submodule(name) else None
+    maybe = source.open_ended or source.has_submodule(name) or source.declares_global(name)
+    return _Found() if maybe else None
 
 
 def _find_in(module_name: str, name: str, depth: int) -> _Found | None:
@@ -178,14 +185,18 @@ def _callee(found: _Found) -> Callee:
 
 def _class(source: Source | None, statement: ast.ClassDef, depth: int = 0) -> Callee:
     """A class and the arguments of its ``__init__``, its own or that of its only base."""
-    methods = {part.name: part for part in statement.body if isinstance(part, ast.FunctionDef)}
-    if statement.decorator_list or statement.keywords or "__new__" in methods:
+    if statement.decorator_list or statement.keywords:
+        return Callee("class")  # a dataclass, or a class whose metaclass may do anything
+    makers = [
+        part
+        for part in statements_in(statement.body)
+        if {"__init__", "__new__"} & set(names_bound(part)) and not _is_overload(part)
+    ]
+    if makers:
+        match makers:
+            case [ast.FunctionDef(name="__init__", decorator_list=[]) as init]:
+                return Callee("class", *_parameters(init, skip=1))
         return Callee("class")
-    if "__init__" in methods:
-        init = methods["__init__"]
-        if init.decorator_list:
-            return Callee("class")
-        return Callee("class", *_parameters(init, skip=1))
     if not statement.bases:
         return Callee("class", ())
     base = statement.bases[0]

@@ -16,7 +16,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.batches import empty_batch
 from paceline.data.order import Order
-from paceline.data.randomness import draws_nothing, isolated, numpy_random, seed_all, seed_for
+from paceline.data.randomness import (
+    Numbers,
+    isolated,
+    next_numbers,
+    numpy_random,
+    seed_all,
+    seed_for,
+)
 from paceline.data.slices import Cut
 from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source, read_through
 
@@ -38,22 +45,26 @@ class Request(NamedTuple):
 
 
 class Fetcher(Dataset[Any]):
-    """Turns requests into batches, each sample on generators seeded for it alone.
+    """Turns requests into batches; what a sample draws depends on seed, epoch and index alone.
 
-    What a dataset draws from the process-wide generators (torch CPU, ``random``, NumPy) is a
-    function of seed, epoch and index, so it is the same at every number of ranks and workers.
+    That holds for the process-wide generators (torch CPU, ``random``, NumPy), at every number of
+    ranks and workers. Seeding them for each sample costs as much as many a sample, so it starts
+    with the first batch that is seen to draw; that batch is fetched a second time.
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate, seed: int) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.seed = seed
-        self._whole_batches = getattr(dataset, "__getitems__", None) is not None
+        self._fetch_many = getattr(dataset, "__getitems__", None)
+        self._draws = False
+        self._by_sample = True
+        self._untouched: tuple[int, Numbers] | None = None
 
     def __getattr__(self, name: str) -> Any:
         # worker_init_fn finds this object as get_worker_info().dataset and asks for its own names.
-        if name in ("dataset", "collate_fn", "seed", "_whole_batches"):
-            raise AttributeError(name)
+        if name == "dataset" or name.startswith("__"):
+            raise AttributeError(name)  # pickle asks before there is a dataset
         return getattr(self.dataset, name)
 
     def __getitems__(self, request: Request) -> Delivery:
@@ -65,30 +76,45 @@ class Fetcher(Dataset[Any]):
                 batch = empty_batch(lambda n: self._batch(request.epoch, request.indices * n))
         return Delivery(batch, request.samples, request.global_samples)
 
-    def _batch(self, epoch: int, indices: list[int]) -> Any:
-        numpy_was_loaded = numpy_random() is not None
+    def _batch(self, epoch: int, indices: list[Any]) -> Any:
         samples = self._samples(epoch, indices)
-        if not numpy_was_loaded and numpy_random() is not None:
-            # A sample imported numpy.random and found it unseeded: fetch once more.
-            samples = self._samples(epoch, indices)
         # A collate function that draws (a masking collator) does so by its first sample.
         seed_all(seed_for(self.seed, epoch, indices[0], 1))
         return self.collate_fn(samples)
 
-    def _samples(self, epoch: int, indices: list[int]) -> Any:
-        if not self._whole_batches:
+    def _samples(self, epoch: int, indices: list[Any]) -> Any:
+        if not self._draws:
+            untouched = self._numbers_if_untouched(epoch)
+            samples = self._fetch(indices)
+            if next_numbers() == untouched:
+                return samples
+            self._draws = True
+            # A dataset may hand over many samples as one object that only its collate_fn knows.
+            self._by_sample = isinstance(samples, Sequence) and len(samples) == len(indices)
+        if self._by_sample:
             return [self._sample(epoch, index) for index in indices]
-        seed = seed_for(self.seed, epoch, indices[0])
-        samples, quiet = draws_nothing(seed, lambda: self.dataset.__getitems__(indices))
-        if quiet or not isinstance(samples, Sequence) or len(samples) != len(indices):
-            return samples
-        # It draws random numbers: from here on one sample at a time, each seeded.
-        self._whole_batches = False
-        return [self._sample(epoch, index) for index in indices]
+        seed_all(seed_for(self.seed, epoch, indices[0]))
+        return self._fetch(indices)
 
-    def _sample(self, epoch: int, index: int) -> Any:
+    def _fetch(self, indices: list[Any]) -> Any:
+        if self._fetch_many is not None:
+            return self._fetch_many(indices)
+        return [self.dataset[index] for index in indices]
+
+    def _sample(self, epoch: int, index: Any) -> Any:
         seed_all(seed_for(self.seed, epoch, index))
-        return self.dataset[index]
+        return self._fetch([index])[0]
+
+    def _numbers_if_untouched(self, epoch: int) -> Numbers:
+        """Seed for the epoch; returns what the generators give next if nobody draws before."""
+        seed = seed_for(self.seed, epoch)
+        # numpy.random may be loaded at any time, even by a sample: then the numbers differ.
+        key = epoch if numpy_random() is None else -1 - epoch
+        if self._untouched is None or self._untouched[0] != key:
+            seed_all(seed)
+            self._untouched = (key, next_numbers())
+        seed_all(seed)
+        return self._untouched[1]
 
 
 class MapSource(Source, ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from hashlib import blake2b
 from pathlib import Path
@@ -13,10 +14,13 @@ from torch.utils.data import Dataset
 from paceline.data.checks import whole_number
 from paceline.errors import DataError
 
-# Installed packages are not the standard library; tests and their data repeat themselves.
+# Installed packages are no part of the standard library; tests and tables of characters are no
+# text worth learning.
 _SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 )
+# Written when Python was built, and different on every machine.
+_SKIPPED_FILES = "_sysconfigdata"
 
 
 class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -116,11 +120,14 @@ def _as_tensor(data: Any) -> torch.Tensor:
 
 def _by_hash(folder: Path) -> list[Path]:
     """The standard library's files, in an order that mixes its parts and never changes."""
-    files = [
-        path
-        for path in folder.rglob("*.py")
-        if not _SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts[:-1])
-    ]
+    files: list[Path] = []
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        files += [
+            Path(where, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith(_SKIPPED_FILES)
+        ]
     if not files:
         raise DataError(
             f"no Python source found in {folder}: this Python was installed without it (zipped or "

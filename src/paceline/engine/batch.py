@@ -119,7 +119,7 @@ def _leaves(batch: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_nested_list(batch: Any) -> bool:
-    """A list that holds tensors or containers is structure; any other list is one value a sample."""
+    """A list of tensors or containers is structure; any other list is one value a sample."""
     return isinstance(batch, list) and any(
         isinstance(value, Tensor | Mapping)
         or (isinstance(value, Sequence) and not isinstance(value, str | bytes))

@@ -105,7 +105,7 @@ class Engine:
                 f"Engine got unknown options {', '.join(sorted(unknown))}; it takes "
                 f"{', '.join(sorted(_DEFAULTS))}."
             )
-        self.options = EngineOptions(**{**_DEFAULTS, **options})  # type: ignore[typeddict-item]
+        self.options = EngineOptions(**{**_DEFAULTS, **options})
         _check(model, self.options)
         self.world = world if world is not None else World.current()
         self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)
@@ -383,7 +383,7 @@ def _check(model: nn.Module, options: EngineOptions) -> None:
             f"microbatch={microbatch!r} must be a whole number of samples, 1 or more."
         )
     for name in ("clip_norm", "clip_value"):
-        bound = options[name]  # type: ignore[literal-required]
+        bound = options[name]
         if bound is not None and not bound > 0:
             raise TrainingError(
                 f"{name}={bound!r} must be greater than 0, or None for no clipping."

@@ -11,7 +11,8 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ LossFunction = Callable[..., Any]
 IGNORED_LABEL = -100  # torch's and Hugging Face's mark for a label that is padding
 
 
-class Term(NamedTuple):
+@dataclass(frozen=True)
+class Term:
     """``total / count`` is the mean loss of a microbatch; ``total`` carries the gradient."""
 
     total: Tensor

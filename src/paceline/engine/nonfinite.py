@@ -70,7 +70,7 @@ def locate(
     if not bad:
         return Problem(
             "gradients",
-            "the gradients are finite on each rank, but their sum over the ranks, or its norm, is not",
+            "the gradients are finite on each rank, but their sum over ranks, or its norm, is not",
             everyone,
         )
     where = "; ".join(f"rank {rank}: {_shortened(named[rank])}" for rank in bad)

@@ -100,7 +100,7 @@ class _Weights:
         return 1 / self.world_size if share is None else share.samples / share.global_samples
 
 
-def _average_by_samples(weights: _Weights, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _average_by_samples(weights: _Weights, bucket: Any) -> torch.futures.Future[Tensor]:
     weight = weights.own()
     # A placeholder's gradient may be NaN, and NaN times zero is NaN.
     buffer = bucket.buffer().mul_(weight) if weight else bucket.buffer().zero_()

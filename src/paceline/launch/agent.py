@@ -77,9 +77,12 @@ class RankLogs(LogsSpecs):
             env["TORCHELASTIC_ERROR_FILE"] = str(self.error_file(rank))
             env[worker.LOG_FILE] = str(self.log(rank).absolute())
             env[worker.LAUNCHER_PID] = str(os.getpid())
-        paths = {rank: str(self.log(rank)) for rank in envs}
+            self.log(rank).touch()
+        # Each rank opens its log itself, once for both streams. The agent would open it twice,
+        # so that the streams write over each other, and not close it when the rank ends.
+        inherited = dict.fromkeys(envs, "")
         errors = {rank: str(self.error_file(rank)) for rank in envs}
-        return LogsDest(stdouts=paths, stderrs=paths, error_files=errors)
+        return LogsDest(stdouts=inherited, stderrs=inherited, error_files=errors)
 
 
 class Agent(LocalElasticAgent):

@@ -126,8 +126,6 @@ def _watch_parent(launcher: int) -> NoReturn:
 
 
 def _one_log_for_both_streams() -> None:
-    # The agent opened the log once per stream, each with its own idea of where the end is: both
-    # streams must append for their lines to keep their order.
     log = os.open(os.environ[LOG_FILE], os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

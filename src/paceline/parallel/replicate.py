@@ -6,18 +6,20 @@ import inspect
 import os
 import sys
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# torch 2.13 renamed the option, and warns about the old name.
-_SYNC_BUFFERS = (
+# Buffers are sent once a step instead: see sync_buffers. torch 2.13 renamed the option, and warns
+# about the old name.
+_NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
+    else "broadcast_buffers": False
+}
 
 
 def replicate(module: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -39,7 +41,7 @@ def _wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=True,
         gradient_as_bucket_view=True,
-        **{_SYNC_BUFFERS: False},  # done once a step instead: see sync_buffers
+        **_NO_BUFFER_SYNC,
     )
 
 

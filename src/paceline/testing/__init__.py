@@ -1,7 +1,8 @@
 """Testing on several ranks: live ranks in milliseconds, small models, faults, leak checks.
 
 With pytest: mark a test ``@pytest.mark.world(2)`` and use the ``ranks`` fixture. Without:
-:func:`run_ranks`, or a :class:`RankPool` of your own. Names load on first use.
+:func:`run_ranks`, or a :class:`RankPool` of your own. Names load on first use, so that the pytest
+plugin costs nothing until it is needed.
 """
 
 from __future__ import annotations
@@ -10,15 +11,57 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.testing.compare import assert_same as assert_same
+    from paceline.testing.faults import FaultPlan as FaultPlan
+    from paceline.testing.faults import InjectedFault as InjectedFault
+    from paceline.testing.faults import delay_at as delay_at
+    from paceline.testing.faults import exit_at as exit_at
+    from paceline.testing.faults import hang_at as hang_at
+    from paceline.testing.faults import kill_at as kill_at
+    from paceline.testing.faults import raise_at as raise_at
+    from paceline.testing.leaks import LeakCheck as LeakCheck
+    from paceline.testing.models import make_images as make_images
+    from paceline.testing.models import make_mlp as make_mlp
+    from paceline.testing.models import make_resnet as make_resnet
+    from paceline.testing.models import make_vectors as make_vectors
     from paceline.testing.pool import RankPool as RankPool
     from paceline.testing.pool import run_ranks as run_ranks
 
 _HOME = {
+    "FaultPlan": "faults",
+    "InjectedFault": "faults",
+    "LeakCheck": "leaks",
     "RankPool": "pool",
+    "assert_same": "compare",
+    "delay_at": "faults",
+    "exit_at": "faults",
+    "hang_at": "faults",
+    "kill_at": "faults",
+    "make_images": "models",
+    "make_mlp": "models",
+    "make_resnet": "models",
+    "make_vectors": "models",
+    "raise_at": "faults",
     "run_ranks": "pool",
 }
 
-__all__ = ["RankPool", "run_ranks"]
+__all__ = [
+    "FaultPlan",
+    "InjectedFault",
+    "LeakCheck",
+    "RankPool",
+    "assert_same",
+    "delay_at",
+    "exit_at",
+    "hang_at",
+    "kill_at",
+    "make_images",
+    "make_mlp",
+    "make_resnet",
+    "make_vectors",
+    "raise_at",
+    "run_ranks",
+]
 
 
 def __getattr__(name: str) -> Any:

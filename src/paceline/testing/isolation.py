@@ -80,6 +80,14 @@ def _set_default_device(device: torch.device) -> None:
         torch.set_default_device(None if device.type == "cpu" else device)
 
 
+def _streams() -> tuple[Any, Any]:
+    return sys.stdout, sys.stderr
+
+
+def _set_streams(streams: tuple[Any, Any]) -> None:
+    sys.stdout, sys.stderr = streams
+
+
 _STATE: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (lambda: dict(os.environ), _set_environ),
     (os.getcwd, os.chdir),
@@ -88,6 +96,7 @@ _STATE: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (lambda: warnings.filters[:], _set_in_place(warnings.filters)),  # type: ignore[arg-type]
     (_signals, _set_signals),
     (_logging, _set_logging),
+    (_streams, _set_streams),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_default_device, _set_default_device),
     (torch.get_num_threads, torch.set_num_threads),

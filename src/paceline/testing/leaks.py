@@ -64,10 +64,9 @@ class LeakCheck:
     def _leaked_group(self) -> list[str]:
         if self._had_group or not _has_process_group():
             return []
-        from paceline.world import World
+        from paceline.world.world import leave
 
-        if World._joined is not None:
-            World._joined.close()
+        leave()
         if _has_process_group():
             sys.modules["torch.distributed"].destroy_process_group()
         return ["torch's default process group (close the World, or destroy_process_group())"]

@@ -73,16 +73,16 @@ class LiveRank:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
         deadline = time.monotonic() + 2
-        while 'File "' not in (text := _read(self._stacks)[before:]):
+        while 'File "' not in _read(self._stacks)[before:]:
             if time.monotonic() > deadline:
                 return "(no Python stack: the process is stopped or does not answer signals)"
             time.sleep(0.01)
         time.sleep(0.05)  # let it finish writing
-        return _read(self._stacks)[before:].strip() or text
+        return _without_pool_frames(_read(self._stacks)[before:])
 
     def crash_report(self) -> str:
         """What Python wrote when a fatal signal hit the process, if it did."""
-        return _read(self._stacks).strip()
+        return _without_pool_frames(_read(self._stacks).partition("Extension modules:")[0])
 
     def release(self) -> None:
         """Close what this process holds of a rank that has ended."""
@@ -171,6 +171,13 @@ class RankServer:
         self._process.wait()
         self._store = None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _without_pool_frames(stack: str) -> str:
+    """A stack as faulthandler writes it, innermost call first, cut where the job was called."""
+    ours = (f'File "{Path(__file__).parent}', 'File "<frozen runpy>"')
+    lines = stack.strip().splitlines()
+    return "\n".join(line for line in lines if not line.strip().startswith(ours))
 
 
 def live_servers() -> list[RankServer]:

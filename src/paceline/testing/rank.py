@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -17,6 +19,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.launch.environment import read_environment
 from paceline.testing.isolation import Snapshot
@@ -25,10 +28,13 @@ from paceline.testing.process import STACK_SIGNAL
 from paceline.testing.processes import children
 from paceline.world import World
 from paceline.world.joining import forget_stores, lend_store
+from paceline.world.world import leave
 
 _SECONDS_FOR_CHILDREN_TO_END = 2.0
 
 _connections: dict[int, TCPStore] = {}
+_traces: set[str] = set()
+"""What jobs have done here that cannot be undone; the next job gets a fresh rank."""
 
 
 def serve(descriptor: int, folder: str) -> None:
@@ -39,6 +45,7 @@ def serve(descriptor: int, folder: str) -> None:
     faulthandler.enable(stacks)  # says where a segmentation fault happened
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     torch.set_num_threads(1)
+    _watch_for_meshes()
     snapshot = Snapshot()
     while True:
         try:
@@ -46,6 +53,8 @@ def serve(descriptor: int, folder: str) -> None:
         except EOFError:
             return
         os.ftruncate(output, 0)
+        os.dup2(output, 1)  # the last job may have redirected them
+        os.dup2(output, 2)
         connection.send_bytes(pickle.dumps(_run(job)))
         # Stay connected until every rank is through: a peer may still need this one.
         try:
@@ -53,6 +62,22 @@ def serve(descriptor: int, folder: str) -> None:
         except EOFError:
             return
         connection.send_bytes(pickle.dumps(_clean_up(snapshot)))
+
+
+def _watch_for_meshes() -> None:
+    """Note when a job makes a DeviceMesh.
+
+    DTensor caches what it computed for a mesh, groups included, for the life of the process: in a
+    later job it would look for process groups that are gone.
+    """
+    original = DeviceMesh.__init__
+
+    @functools.wraps(original)
+    def init(self: DeviceMesh, *arguments: Any, **options: Any) -> None:
+        _traces.add("a DeviceMesh")
+        original(self, *arguments, **options)
+
+    DeviceMesh.__init__ = init  # type: ignore[method-assign]
 
 
 def _redirect_output(path: Path) -> int:
@@ -88,8 +113,10 @@ def _run(job: Job) -> Outcome:
             traceback=_own_traceback(error),
             time=now,
         )
-        # The other ranks learn at once that this one is gone, instead of waiting for it.
-        _leave_world()
+        # The other ranks learn at once that this one is gone, instead of waiting for it. If that
+        # fails, cleaning up will fail the same way, and say so.
+        with contextlib.suppress(RuntimeError):
+            _leave_world()
         return outcome
     finally:
         sys.stdout.flush()
@@ -141,8 +168,7 @@ def _own_traceback(error: BaseException) -> str:
 
 
 def _leave_world() -> None:
-    if World._joined is not None:
-        World._joined.close()
+    leave()
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_stores()
@@ -157,6 +183,6 @@ def _clean_up(snapshot: Snapshot) -> tuple[list[str], bool]:
     while children() and time.monotonic() < deadline:
         time.sleep(0.01)
     processes = [f"process {pid} ({name})" for pid, name in children().items()]
-    # A thread that goes on may be a library's helper: no fault, but the next job gets a fresh rank.
-    reusable = not processes and not snapshot.new_threads()
-    return processes, reusable
+    # A thread that goes on may be a library's helper: no fault, but nobody knows what it will do.
+    _traces.update(snapshot.new_threads())
+    return processes, not processes and not _traces

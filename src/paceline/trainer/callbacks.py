@@ -50,7 +50,10 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Stop when ``metric`` has not improved by more than ``min_delta`` for ``patience`` evaluations."""
+    """Stops a run whose ``metric`` has not improved for ``patience`` evaluations.
+
+    A change of ``min_delta`` or less is no improvement; ``mode`` says which way is up.
+    """
 
     def __init__(
         self, metric: str = "loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0

@@ -12,10 +12,13 @@ from paceline.trainer.callbacks import sign_of
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How batches are drawn; :func:`paceline.loader` explains each."""
+    """How batches are drawn; :func:`paceline.loader` explains each.
+
+    ``shuffle`` is about the training data; ``None`` shuffles it unless it comes as a stream.
+    """
 
     workers: int = 0
-    shuffle: bool = True
+    shuffle: bool | None = None
     drop_last: bool = False
     pin_memory: bool | None = None
     collate_fn: Callable[..., Any] | None = None

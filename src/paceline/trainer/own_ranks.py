@@ -42,7 +42,11 @@ def fit(
             rank_trainer.events_dir = events_dir
             history = rank_trainer._fit(train, val, epochs, steps, resume)
             engine = rank_trainer.engine
-            return history, {k: v.cpu() for k, v in engine.model.state_dict().items()}, engine.optimizer.state_dict()
+            return (
+                history,
+                {k: v.cpu() for k, v in engine.model.state_dict().items()},
+                engine.optimizer.state_dict(),
+            )
 
         with following(events_dir, trackers):
             history, model, optimizer = local.call(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
         progress=False,  # the launcher reads the events and shows them
         data=DataOptions(
             workers=config.data.workers,
-            shuffle=config.data.shuffle,
+            shuffle=None if config.data.shuffle else False,
             drop_last=config.data.drop_last,
             pin_memory=config.data.pin_memory,
         ),
@@ -89,11 +90,11 @@ def _datasets(config: Config) -> tuple[Any, Any]:
 
 
 def _loss(target: Target) -> LossFunction:
-    """A class, or a function to be called with arguments, makes the loss; any other is the loss."""
-    found = import_target(target.target)
-    if inspect.isclass(found) or target.args:
-        found = found(**target.args)
-    return found
+    """A class makes the loss; a function is the loss, with its arguments filled in."""
+    found: Callable[..., Any] = import_target(target.target)
+    if inspect.isclass(found):
+        return cast(LossFunction, found(**target.args))
+    return functools.partial(found, **target.args) if target.args else found
 
 
 def _optimizer(config: Config, model: nn.Module) -> Optimizer:

@@ -29,7 +29,7 @@ from paceline.trainer.loop import Loop
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.stopping import STOP, StopRequests
-from paceline.world import World
+from paceline.world import World, collectives
 
 
 class Trainer:
@@ -130,6 +130,7 @@ class Trainer:
         """
         _check_length(epochs, steps)
         self._check_folder(resume)
+        self._check_best(val)
         if nproc is not None and read_environment() is None:
             if nproc == 1:
                 return self._fit(train, val, epochs, steps, resume)
@@ -205,7 +206,7 @@ class Trainer:
             data,
             global_batch=self.global_batch,
             seed=self.seed,
-            shuffle=options.shuffle and training,
+            shuffle=options.shuffle if training else False,
             drop_last=options.drop_last and training,
             workers=options.workers,
             pin_memory=options.pin_memory,
@@ -227,11 +228,24 @@ class Trainer:
                 "with it, or choose another run_dir."
             )
 
+    def _check_best(self, val: Any) -> None:
+        best = self.checkpoint.best
+        if best is not None and val is None:
+            raise TrainingError(
+                f"Checkpointing(best={best!r}) needs validation data: pass val to fit()."
+            )
+        if best is not None and self.run_dir is None:
+            raise TrainingError(f"Checkpointing(best={best!r}) needs a run_dir to save to.")
+
     def _state_to_resume(self, world: World, resume: bool) -> dict[str, Any] | None:
         if self.run_dir is None or not (resume or world.restart_count > 0):
             return None
-        found = checkpoints.latest(self.run_dir / "checkpoints")
-        return None if found is None else found[1]
+        found = checkpoints.latest(self.run_dir / "checkpoints") if world.is_main else None
+        # Rank 0 decides which one is whole; the others must not come to another verdict.
+        path = collectives.broadcast_object(None if found is None else found[0])
+        if path is None:
+            return None
+        return found[1] if found is not None else checkpoints.read(path)
 
     def _reporter(self, world: World, resumed: bool) -> Reporter:
         history = History()

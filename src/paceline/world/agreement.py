@@ -49,7 +49,9 @@ def meet(
     mine = torch.tensor([group.next_call(), _fingerprint(said), number], dtype=torch.int64)
     everyone = _all_gather(group, mine, call, timeout)
     table = torch.stack(everyone)
-    if bool((table[:, :2] == table[0, :2]).all()) and problem is None:
+    if bool((table[:, :2] == table[0, :2]).all()):
+        if problem is not None:
+            raise problem
         return [int(n) for n in table[:, 2]]
     calls = _exchange_words(group, said, call, timeout)
     if problem is not None:
@@ -75,8 +77,8 @@ def explained(group: Group, call: str, timeout: timedelta | None = None) -> Iter
         raise
     except RuntimeError as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        # Gloo prefixes its messages with the source file it was built from.
-        reason = re.sub(r"^\[[^]]*\]\s*", "", reason)
+        # Gloo starts with the source file it was built from, and ends with general advice.
+        reason = re.sub(r"^\[[^]]*\]\s*", "", reason).partition(". ")[0].rstrip(".")
         if "imed out" in reason:
             seconds = (timeout or group.timeout).total_seconds()
             raise WorldError(

@@ -31,18 +31,21 @@ def send(tensor: torch.Tensor, dst: int, group: Group | None = None) -> None:
     """
     members = resolve_group(group, "send")
     _require_peer(members, dst, "send", "dst")
-    if problem := tensor_problem("send", tensor):
+    call = f"send(dst={dst}) of {describe(tensor)}"
+    problem = tensor_problem("send", tensor)
+    if problem is not None:
+        # The receiver is told, instead of waiting for a tensor that will not come.
+        with explained(members, call):
+            dist.send(_header_bytes({"refused": str(problem)[:200]}), dst, members.cpu_group)
         raise problem
     process_group, device = members.wire(tensor.device)
-    call = f"send(dst={dst}) of {describe(tensor)}"
     header = {
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
         "device": tensor.device.type,
     }
-    text = json.dumps(header).encode().ljust(_HEADER)
     with explained(members, call):
-        dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), dst, members.cpu_group)
+        dist.send(_header_bytes(header), dst, members.cpu_group)
         if tensor.numel() > 0:
             dist.send(as_bytes(tensor).to(device), dst, process_group)
 
@@ -63,6 +66,8 @@ def recv(src: int, out: torch.Tensor | None = None, group: Group | None = None) 
     with explained(members, call):
         dist.recv(text, src, members.cpu_group)
         header = json.loads(bytes(text.tolist()))
+        if "refused" in header:
+            raise CollectiveMismatch(f"recv: rank {src} refused its send: {header['refused']}")
         dtype, shape = getattr(torch, header["dtype"]), tuple(header["shape"])
         here = World.current().device
         home = here if header["device"] == here.type else torch.device("cpu")
@@ -187,6 +192,12 @@ def exchange_objects(members: Group, objects: Sequence[Any], call: str) -> list[
 def use_checks(members: Group, checks: bool | None) -> bool:
     """What a call asks for, else what the world was joined with."""
     return members.checks if checks is None else checks
+
+
+def _header_bytes(header: dict[str, Any]) -> torch.Tensor:
+    text = json.dumps(header).encode().ljust(_HEADER)
+    assert len(text) == _HEADER, "64 dimensions fit, and torch has no more"
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _exchange_sizes(members: Group, sizes: list[int], call: str) -> list[int]:

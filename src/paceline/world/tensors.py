@@ -91,8 +91,8 @@ def reduce_problem(call: str, op: object, dtype: torch.dtype) -> WorldError | No
         )
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         return WorldError(
-            f"{call}: the mean of {name} is not a {name}. Convert to a floating-point dtype, or "
-            "use op='sum' and divide."
+            f"{call}: the mean of {name} values need not be whole. Convert to a floating-point "
+            "dtype, or use op='sum' and divide."
         )
     if dtype.is_complex and op in ("max", "min"):
         return WorldError(f"{call}: complex numbers have no {op}. Reduce .real, .imag or .abs().")

@@ -391,8 +391,13 @@ def resolve_group(group: Group | None, call: str) -> Group:
 _ALONE = Environment(0, 1, 0, 1, 0, 1, None, None, 0, False)
 
 
-@atexit.register
-def _leave() -> None:
-    """A process that ends without close leaves quietly, and its peers learn of it at once."""
-    if World._joined is not None and World._joined._pid == os.getpid():
+def leave() -> None:
+    """Close the world this process has joined, if it has."""
+    if World._joined is not None:
         World._joined.close()
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """A process that ends without close leaves quietly, and its peers learn of it at once."""
+    leave()

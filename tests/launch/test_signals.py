@@ -1,0 +1,167 @@
+"""However a launch is ended, nothing of it stays: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.guard import is_running
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from paceline.launch.local import LocalJob, launch
+folder, mode, grace = sys.argv[1:]
+job = LocalJob(["script", f"{folder}/rank.py", folder, mode], 2, Path(folder, "logs"),
+               grace=float(grace))
+launch(job)
+"""
+
+RANK = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder, mode = sys.argv[1:]
+rank = os.environ["RANK"]
+# As a loader worker would be: a child in the rank's own process group.
+child = subprocess.Popen(["sleep", "600"])
+
+def save(signum, frame):
+    time.sleep(0.5)
+    state = "alive" if child.poll() is None else "dead"
+    Path(folder, f"saved{rank}").write_text(f"{signal.Signals(signum).name}, child {state}")
+    sys.exit(0)
+
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, save if mode == "saves" else signal.SIG_IGN)
+part = Path(folder, f"part{rank}")
+part.write_text(f"{os.getpid()} {child.pid}")
+part.rename(Path(folder, f"ready{rank}"))
+time.sleep(600)
+"""
+
+
+class Launched:
+    """A launcher with two ranks that are up and sleeping, each with a child."""
+
+    def __init__(self, folder: Path, mode: str, grace: float) -> None:
+        self.folder = folder
+        (folder / "rank.py").write_text(RANK)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(folder), mode, str(grace)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_until_up(self) -> None:
+        ready = [self.folder / f"ready{rank}" for rank in (0, 1)]
+        deadline = time.monotonic() + 60
+        while not all(path.exists() for path in ready):
+            assert time.monotonic() < deadline, "the ranks did not come up"
+            assert self.process.poll() is None, "the launcher is gone"
+            time.sleep(0.05)
+        self.pids = [int(pid) for path in ready for pid in path.read_text().split()]
+        assert all(is_running(pid) for pid in self.pids)
+
+    def send(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+    def end(self) -> tuple[int, str]:
+        """Exit status and what was said, once the launcher and everything it started is gone."""
+        _, said = self.process.communicate(timeout=60)
+        deadline = time.monotonic() + 10
+        while any(is_running(pid) for pid in self.pids):
+            assert time.monotonic() < deadline, "some process is still there"
+            time.sleep(0.05)
+        return self.process.returncode, said
+
+    def saved(self) -> list[str]:
+        return [path.read_text() for path in sorted(self.folder.glob("saved*"))]
+
+
+@pytest.mark.parametrize(
+    ("signum", "seen_by_ranks", "status"),
+    [
+        (signal.SIGINT, "SIGINT", -signal.SIGINT),  # KeyboardInterrupt, as from any Python program
+        (signal.SIGTERM, "SIGTERM", 143),
+        (signal.SIGHUP, "SIGTERM", 129),
+    ],
+)
+def test_ranks_may_save_and_leave(
+    tmp_path: Path, signum: signal.Signals, seen_by_ranks: str, status: int
+) -> None:
+    launched = Launched(tmp_path, "saves", grace=30)
+    launched.wait_until_up()
+    launched.send(signum)
+    launched.send(signum)  # the echo of a wrapper, not an impatient user
+    code, said = launched.end()
+    assert code == status
+    assert f"{signum.name}: the ranks have 30 s to save and leave" in said
+    # Their loader workers were not disturbed while they did.
+    assert launched.saved() == [f"{seen_by_ranks}, child alive"] * 2
+
+
+def test_ranks_that_do_not_leave_are_killed_after_the_grace_period(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "stubborn", grace=0.5)
+    launched.wait_until_up()
+    launched.send(signal.SIGTERM)
+    assert launched.end()[0] == 143
+
+
+def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "stubborn", grace=600)
+    launched.wait_until_up()
+    launched.send(signal.SIGINT)
+    time.sleep(0.7)
+    launched.send(signal.SIGINT)
+    assert launched.end()[0] == -signal.SIGINT
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "stubborn", grace=600)
+    launched.wait_until_up()
+    launched.send(signal.SIGKILL)
+    assert launched.end()[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("stage", ["launcher imports torch", "ranks import torch"])
+def test_ctrl_c_while_things_are_coming_up(tmp_path: Path, stage: str) -> None:
+    launched = Launched(tmp_path, "stubborn", grace=600)
+    launched.pids = []
+    if stage == "ranks import torch":
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "logs" / "rank1.log").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    else:
+        time.sleep(0.5)
+    launched.send(signal.SIGINT)
+    code, _ = launched.end()
+    assert code == -signal.SIGINT
+    assert list(tmp_path.glob("ready*")) == [], "no rank got as far as its script"
+
+
+def test_ignored_signals_stay_ignored(tmp_path: Path) -> None:
+    """A background job (nohup, or & in a script) starts with SIGINT and SIGHUP ignored."""
+    (tmp_path / "rank.py").write_text("print('done')")
+    ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code = ignore + LAUNCHER + "print('handler', signal.getsignal(signal.SIGHUP))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), "", "600"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "logs" / "rank1.log").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGHUP)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert said == "done\nhandler 1\n"
