@@ -97,7 +97,9 @@ def test_another_world_goes_on_where_the_first_stopped(
     for one in second:
         one.load_state_dict(state)
     if drop_last and n - state["position"] % n < second[0].global_batch:
-        return  # what was left of the epoch is dropped: see test_drop_last
+        assert second[0].position == (state["position"] // n + 1) * n  # the rest is dropped
+        return
+    assert second[0].position == state["position"]
     rest = [index for batch in steps(second) for index in batch]
     order = Order(n, options["seed"])
     epoch, offset = divmod(state["position"], n)
@@ -166,6 +168,7 @@ def test_drop_last() -> None:
     assert len(data) == 2
     assert data.position == 10  # the two left out are over with
     data.seek(17)  # three samples are left of the epoch: less than a batch
+    assert (data.position, data.epoch) == (20, 2)
     assert next(iter(data)).tolist() == [0, 1, 2, 3]
     assert data.position == 24
 

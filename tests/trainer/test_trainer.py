@@ -418,11 +418,6 @@ WRONG = {
         DataError,
         "fit(train=…) got a TensorDataset: pass global_batch= to the Trainer, the samples per "
         "optimizer step over all ranks."),
-    "nothing left": (
-        lambda: trainer().fit(Counting(0), steps=1),
-        DataError,
-        "the training data gave no batch in epoch 0: it is empty, or drop_last leaves nothing of "
-        "it at global_batch=6."),
 }  # fmt: skip
 
 

@@ -113,8 +113,9 @@ class Loader:
     def seek(self, position: int) -> None:
         """Go to ``position``: the next batch starts at that sample of the global order.
 
-        At once for a dataset with a length. A stream, or a DataLoader's own sampler, is read again
-        from the start of the epoch up to there.
+        At once for a dataset with a length; with ``drop_last``, a position in what an epoch leaves
+        out is the start of the next. A stream, or a DataLoader's own sampler, is read again from
+        the start of the epoch up to there.
         """
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise DataError(

@@ -56,7 +56,8 @@ class Fetcher(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.seed = seed
-        self._fetch_many = getattr(dataset, "__getitems__", None)
+        many = getattr(dataset, "__getitems__", None)
+        self._fetch_many = many if callable(many) else None  # as torch has it, it may be None
         self._draws = False
         self._by_sample = True
         self._untouched: tuple[int, Numbers] | None = None
@@ -209,15 +210,18 @@ class OrderSource(MapSource):
 
     def after(self, place: Place, delivery: Delivery) -> Place:
         """The place once ``delivery`` has been handed to the user."""
-        reached = super().after(place, delivery)
-        left = self.order.n - reached.offset
-        if left < (self.cut.global_batch if self.cut.drop_last else 1):
-            return self.next_epoch(place)
-        return reached
+        return self.place(place.position + delivery.global_samples)
 
     def next_epoch(self, place: Place) -> Place:
         """The start of the epoch that follows ``place``."""
         return self.place((place.epoch + 1) * self.order.n)
+
+    def place(self, position: int) -> Place:
+        """The place at ``position``, or where the next whole batch starts with ``drop_last``."""
+        place = super().place(position)
+        if self.cut.drop_last and self.order.n - place.offset < self.cut.global_batch:
+            return self.next_epoch(place)
+        return place
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a position to mean the same sample."""

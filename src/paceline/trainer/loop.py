@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import checkpoint
 from paceline.data import Loader
 from paceline.engine import StepResult
-from paceline.errors import CheckpointError, DataError, NonFiniteError
+from paceline.errors import CheckpointError, NonFiniteError
 from paceline.events import (
     CheckpointSaved,
     EpochDone,
@@ -97,7 +97,6 @@ class Loop:
         """Steps up to the end of the epoch, or of the run; what the ranks agreed on."""
         epoch = self.trainer.epoch = self.train.epoch
         over = False
-        steps_before = self.engine.steps_done
         waited_from = time.perf_counter()
         for batch in self.train:
             result = self._step(batch)
@@ -113,11 +112,6 @@ class Loop:
             if request != GO_ON or self._finished():
                 return request
             waited_from = time.perf_counter()
-        if self.engine.steps_done == steps_before:
-            raise DataError(
-                f"the training data gave no batch in epoch {epoch}: it is empty, or drop_last "
-                f"leaves nothing of it at global_batch={self.train.global_batch}."
-            )
         if not over:  # a stream tells that it has ended only when asked for more
             self._epoch_done(epoch)
         return self.stops.agree()
