@@ -113,6 +113,22 @@ def test_failed_ranks_are_restarted_and_the_run_hears_why(tmp_path: Path) -> Non
     assert not any(isinstance(e, RunFailed) for e in events)
 
 
+def test_torch_still_reuses_one_store_over_restarts() -> None:
+    """When this fails, torch's own c10d rendezvous can replace ``LocalRendezvous``."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    handler = get_rendezvous_handler(
+        RendezvousParameters("c10d", "127.0.0.1:0", "id", 1, 1, local_addr="127.0.0.1")
+    )
+    ports = [handler.next_rendezvous().bootstrap_store_info.master_port for _ in range(2)]
+    handler.shutdown()
+    assert ports[0] == ports[1]
+    ours = agent.LocalRendezvous()
+    first, second = ours.next_rendezvous(), ours.next_rendezvous()
+    assert first.bootstrap_store_info.master_port != second.bootstrap_store_info.master_port
+
+
 BROKEN = """
 import os, signal, time
 import torch, torch.distributed as dist

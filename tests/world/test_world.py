@@ -295,6 +295,44 @@ def test_ranks_that_never_come_are_named(ranks):
     assert "for 4 ranks; missing: [1, 2, 3]." in text
 
 
+@pytest.mark.world(2)
+def test_a_rank_that_is_taken_is_refused(ranks):
+    def job():
+        with World.init(device="cpu") as world:
+            if world.rank == 0:
+                child = python("import paceline; paceline.World.init(timeout=5)")
+                assert child.returncode == 1
+                assert "RANK=0 has already joined at 127.0.0.1:" in child.stderr
+            collectives.barrier(timeout=50)
+
+    ranks(job, join=False)
+
+
+@pytest.mark.world(2)
+def test_ranks_that_join_with_different_settings_are_named(ranks):
+    def job():
+        with pytest.raises(WorldError) as caught:
+            World.init(device="cpu", checks=os.environ["RANK"] == "0", timeout=5)
+        return str(caught.value)
+
+    for text in ranks(job, join=False):
+        assert "with different checks: rank 0: True, rank 1: False." in text
+
+
+@pytest.mark.world(2)
+def test_a_barrier_may_be_more_patient_than_the_world(ranks):
+    def job():
+        import time
+
+        with World.init(device="cpu", timeout=0.5) as world:
+            if world.rank == 1:
+                time.sleep(1.2)
+            collectives.barrier(timeout=20)
+            return collectives.all_reduce(torch.ones(1)).item()
+
+    assert ranks(job, join=False) == [2, 2]
+
+
 def test_a_world_by_hand_without_an_agent():
     """Plain processes with RANK, WORLD_SIZE and an address: rank 0 serves the store itself."""
     code = """

@@ -80,8 +80,9 @@ class Engine:
         schedule: a function from the step (0, 1, …) to a factor on each group's learning rate,
             or one of torch's schedulers.
         compile: compile the model with ``torch.compile``.
-        nonfinite: what to do about NaN or Inf in the loss or the gradient: ``stop`` (raise),
-            ``skip`` (leave the parameters alone and go on) or ``ignore``.
+        nonfinite: what to do about NaN or Inf in the loss or the gradient: ``stop`` (raise; on a
+            GPU one step later, see :meth:`settle`), ``skip`` (leave the parameters alone and go
+            on) or ``ignore``.
         sync_batchnorm: normalise over all ranks' samples instead of each rank's own.
         forward: ``forward(model, batch)`` returning the loss, for models that need more than
             being called with their batch.
@@ -112,6 +113,7 @@ class Engine:
         self.layout.check_world(self.world.size)
         self.device = self.world.device
         self.steps_done = 0
+        self._unread: _Unread | None = None
         self._precision = Precision(self.options["precision"], self.device)
         self._build(model, loss, optimizer)
 
@@ -154,7 +156,13 @@ class Engine:
         lr = self._set_lr()
         sums = self._accumulate(parts, batch_size(batch))
         norm = self._finish_gradients(sums)
-        problem = self._problem(sums, norm, parts)
+        finite = self._finite(sums, norm)
+        self._unread, unread = None, self._unread
+        if finite is not None and self._look_later:
+            self._unread = _Unread(self.steps_done + 1, finite, sums)
+            problem = None
+        else:
+            problem = self._problem(finite, sums, parts)
         if problem is None or problem.overflow:
             self._update()
         else:
@@ -164,6 +172,8 @@ class Engine:
         schedule = self.options["schedule"]
         if isinstance(schedule, LRScheduler):
             schedule.step()
+        if unread is not None:
+            self._look_at(unread)
         return StepResult(
             step=self.steps_done,
             lr=lr,
@@ -243,10 +253,11 @@ class Engine:
         if self._precision.scaler is not None:
             self._precision.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        factor = sums.divisor / sums.world[1]
-        if self.device.type != "cpu" or factor != 1:  # on a GPU, looking would be waiting
-            for gradient in gradients:
-                gradient.mul_(factor)
+        if self.options["microbatch"] is not None:
+            factor = sums.divisor / sums.world[1]
+            if self.device.type != "cpu" or factor != 1:  # on a GPU, looking would be waiting
+                for gradient in gradients:
+                    gradient.mul_(factor)
         clip_norm, clip_value = self.options["clip_norm"], self.options["clip_value"]
         norm = None
         if clip_norm is not None or self.options["nonfinite"] != "ignore":
@@ -258,14 +269,48 @@ class Engine:
             clip_grad_value_(self._parameters, clip_value)
         return norm
 
+    def _finite(self, sums: _Sums, norm: Tensor | None) -> Tensor | None:
+        """Whether the mean loss and the gradient's norm are finite; ``None`` if nobody asks."""
+        if norm is None or self.options["nonfinite"] == "ignore":
+            return None
+        return torch.stack([sums.world[0] / sums.world[1], norm.double()]).isfinite()
+
+    @property
+    def _look_later(self) -> bool:
+        """Whether the verdict on a step is read a step later, to keep the GPU from running dry.
+
+        Only where nothing depends on it in between: a run that stops anyway, without a scaler,
+        whose own look at the gradients makes the host wait already.
+        """
+        return (
+            self.device.type != "cpu"
+            and self.options["nonfinite"] == "stop"
+            and self._precision.scaler is None
+        )
+
+    def settle(self) -> None:
+        """Wait for the last step and raise if it was not finite.
+
+        On a GPU ``step`` looks at each step's loss and gradient while the next one runs. Call this
+        after the last step, or before using the parameters; :meth:`state_dict` does.
+        """
+        self._unread, unread = None, self._unread
+        if unread is not None:
+            self._look_at(unread)
+
+    def _look_at(self, unread: _Unread) -> None:
+        if all(unread.finite.tolist()):
+            return
+        problem = nonfinite.locate(None, [], self._precision, unread.sums.local, self.world)
+        raise problem.error(unread.step, updated=True)
+
     def _problem(
-        self, sums: _Sums, norm: Tensor | None, parts: list[tuple[Any, int]]
+        self, finite: Tensor | None, sums: _Sums, parts: list[tuple[Any, int]]
     ) -> Problem | None:
         """What is not finite in this step, if anything; raises where the policy is to stop."""
-        if norm is None:
+        if finite is None:
             return None
-        mean = sums.world[0] / sums.world[1]
-        finite_loss, finite_norm = torch.stack([mean, norm.double()]).isfinite().tolist()
+        finite_loss, finite_norm = finite.tolist()
         if finite_loss and finite_norm:
             return None
         if finite_loss and self._precision.scaler is not None:
@@ -307,6 +352,7 @@ class Engine:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode, with equal buffers on all ranks; put back afterwards."""
+        self.settle()
         if self.world.size > 1:
             sync_buffers(self.model)
         modes = [(module, module.training) for module in self.model.modules()]
@@ -333,6 +379,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a later engine needs to go on: model, optimizer, scaler, schedule, step."""
+        self.settle()
         schedule, scaler = self.options["schedule"], self._precision.scaler
         return {
             "step": self.steps_done,
@@ -360,6 +407,14 @@ class _Sums(NamedTuple):
     local: Tensor
     world: Tensor
     divisor: Tensor  # what each part of the loss was divided by
+
+
+class _Unread(NamedTuple):
+    """The verdict on a step that nobody has looked at yet."""
+
+    step: int
+    finite: Tensor
+    sums: _Sums
 
 
 class Evaluated(NamedTuple):

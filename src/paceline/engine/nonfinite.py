@@ -26,11 +26,16 @@ class Problem:
     ranks: list[int] = field(default_factory=list)
     overflow: bool = False
 
-    def error(self, step: int) -> NonFiniteError:
-        """The exception for a run that stops at ``step``."""
+    def error(self, step: int, *, updated: bool = False) -> NonFiniteError:
+        """The exception for a run that stops at ``step``; ``updated`` says it came too late."""
+        state = (
+            "It showed after the update, so the parameters are spoilt: go on from a checkpoint."
+            if updated
+            else "The parameters were not updated."
+        )
         return NonFiniteError(
-            f"step {step}: {self.detail}. The parameters were not updated. Look at the data of "
-            "this step and at the learning rate, or pass nonfinite='skip' to leave such steps out.",
+            f"step {step}: {self.detail}. {state} Look at the data of this step and at the "
+            "learning rate, or pass nonfinite='skip' to leave such steps out.",
             step=step,
             what=self.what,
             ranks=self.ranks,

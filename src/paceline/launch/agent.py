@@ -16,10 +16,12 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -28,8 +30,11 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from paceline.launch import guard, logs, worker
 from paceline.launch.failure import RankExit, read_error
@@ -37,7 +42,7 @@ from paceline.launch.failure import RankExit, read_error
 # Peers of a failed rank cannot save together any more: this long to leave, and no longer.
 _FAILED_GRACE_SECONDS = 5.0
 _MONITOR_SECONDS = 0.1
-_ADDRESS = "127.0.0.1"  # a name would be looked up
+_ADDRESS = "127.0.0.1"  # a name would have to be looked up
 
 
 class RankLogs(LogsSpecs):
@@ -85,6 +90,52 @@ class RankLogs(LogsSpecs):
         return LogsDest(stdouts=inherited, stderrs=inherited, error_files=errors)
 
 
+class LocalRendezvous(RendezvousHandler):
+    """The meeting place of the ranks of one machine: a new store for every start.
+
+    Torch's c10d rendezvous keeps one store over restarts, in which restarted Gloo ranks may find
+    the addresses of their predecessors, and then wait for the dead (torch 2.11 to 2.13; a test
+    says when that is over). Port 0 is any free one, so that launches never clash.
+    """
+
+    use_agent_store = True  # ranks use the store that the launcher hosts; none of them hosts one
+
+    def __init__(self) -> None:
+        self._run_id = f"paceline-{uuid.uuid4().hex}"
+        self._closed = False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """This machine is all there is: node 0 of 1."""
+        store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+        meeting_place = RendezvousStoreInfo(_ADDRESS, store.port)
+        return RendezvousInfo(PrefixStore("agent", store), 0, 1, meeting_place)
+
+    def num_nodes_waiting(self) -> int:
+        """No other machine ever asks to join."""
+        return 0
+
+    def get_backend(self) -> str:
+        """A name for the agent's records."""
+        return "local"
+
+    def get_run_id(self) -> str:
+        """What tells this launch from every other."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Whether the launch is over."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """The launch is over."""
+        self._closed = True
+
+    def shutdown(self) -> bool:
+        """Nothing to close: a store ends with its last user."""
+        self._closed = True
+        return True
+
+
 class Agent(LocalElasticAgent):
     """Runs the ranks of one launch; ``run()`` belongs in a thread, the rest to any other."""
 
@@ -99,15 +150,6 @@ class Agent(LocalElasticAgent):
         grace: float,
         on_start: Callable[[int], None],
     ) -> None:
-        rendezvous = RendezvousParameters(
-            backend="c10d",
-            endpoint=f"{_ADDRESS}:0",  # port 0: any free one, so that launches never clash
-            run_id=f"paceline-{os.getpid()}-{time.time_ns()}",
-            min_nodes=1,
-            max_nodes=1,
-            local_addr=_ADDRESS,
-            is_host=True,
-        )
         # -P: the rank's script decides what is on its path, not the folder it is started in.
         arguments = ["-P", "-m", "paceline.launch.worker", *command]
         spec = WorkerSpec(
@@ -116,7 +158,7 @@ class Agent(LocalElasticAgent):
             entrypoint=sys.executable,
             # The agent would replace $-macros in arguments; "$$" is how it writes a plain "$".
             args=tuple(a.replace("$", "$$") for a in arguments),
-            rdzv_handler=get_rendezvous_handler(rendezvous),
+            rdzv_handler=LocalRendezvous(),
             max_restarts=max_restarts,
             monitor_interval=_MONITOR_SECONDS,
             local_addr=_ADDRESS,
@@ -150,10 +192,6 @@ class Agent(LocalElasticAgent):
             if watcher.ended is None and (ending or self._raised_long_ago(rank)):
                 watcher.killed_as_overdue = True
                 guard.signal_groups([watcher.pid], signal.SIGKILL)
-
-    def close(self) -> None:
-        """Close the store through which the ranks found each other."""
-        self.get_worker_group().spec.rdzv_handler.shutdown()
 
     def _raised_long_ago(self, rank: int) -> bool:
         try:

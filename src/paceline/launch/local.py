@@ -204,8 +204,6 @@ class _Launch:
             self.succeeded = not self.agent.run().is_failed()
         except Exception as error:
             self.error = error  # raised again by the caller's thread
-        finally:
-            self.agent.close()
 
     def _ranks_started(self, attempt: int) -> None:
         """Called in the agent's thread whenever the ranks have been started (again)."""
@@ -296,15 +294,20 @@ def _passed_on(signum: signal.Signals) -> signal.Signals:
 @contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
     """Torch's own messages (a warning per signal, a banner per failure) would bury ours."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    swallow, propagated = logging.NullHandler(), logger.propagate
-    logger.addHandler(swallow)
-    logger.propagate = False
+    # The second is where the agent writes its own events when nobody wants them.
+    names = ("torch.distributed.elastic", "torchelastic-events-null")
+    loggers = [logging.getLogger(name) for name in names]
+    propagated = [logger.propagate for logger in loggers]
+    swallow = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(swallow)
+        logger.propagate = False
     try:
         yield
     finally:
-        logger.propagate = propagated
-        logger.removeHandler(swallow)
+        for logger, value in zip(loggers, propagated, strict=True):
+            logger.propagate = value
+            logger.removeHandler(swallow)
 
 
 def _rank_env(job: LocalJob) -> dict[str, str]:

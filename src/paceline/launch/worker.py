@@ -61,7 +61,8 @@ def main(arguments: list[str]) -> None:
     try:
         record(_run, error_handler=Handler())(arguments)
     except Exception as error:
-        sys.excepthook(type(error), error, _own_frames(error.__traceback__))
+        own = _own_frames(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(own), own)
         sys.exit(1)
     except KeyboardInterrupt:
         _write_quiet_point(os.environ.get("TORCHELASTIC_ERROR_FILE"))

@@ -26,7 +26,7 @@ from paceline.testing.processes import (
     started_with,
 )
 
-_SECONDS_TO_END = 3.0
+_SECONDS_TO_END = 2.0
 # Set by pytest for each test, and by libraries when they are first used.
 _IGNORED_VARIABLES = (
     *("PYTEST_", "CUDA_", "KMP_", "OMP_", "TORCH", "TRITON_", "TF_", "TOKENIZERS_", "MLFLOW_"),
@@ -42,7 +42,8 @@ class LeakCheck:
     def __init__(self) -> None:
         self._environ = dict(os.environ)
         self._tag = uuid.uuid4().hex
-        os.environ[LEAK_TAG] = self._tag
+        # Tests may run tests: what those start is theirs and ours.
+        os.environ[LEAK_TAG] = self._environ.get(LEAK_TAG, "") + ":" + self._tag
         self._folder = os.getcwd()
         self._files = _files(self._folder)
         self._ports = listening_ports()
@@ -105,7 +106,9 @@ class LeakCheck:
         return sorted(port for sock, port in now if sock not in self._ports and port not in pools)
 
     def _leaked_environment(self) -> list[str]:
-        os.environ.pop(LEAK_TAG, None)
+        del os.environ[LEAK_TAG]
+        if LEAK_TAG in self._environ:
+            os.environ[LEAK_TAG] = self._environ[LEAK_TAG]
         before, now = self._environ, dict(os.environ)
         lines = []
         for name in sorted(before.keys() | now.keys()):

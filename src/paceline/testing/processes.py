@@ -56,15 +56,15 @@ def command_line(pid: int) -> str:
 
 
 def started_with(variable: str, value: str) -> set[int]:
-    """The live processes whose environment had ``variable=value`` when they were started."""
-    wanted = f"{variable}={value}".encode()
+    """The live processes that were started with ``value`` in the environment's ``variable``."""
+    name, wanted = f"{variable}=".encode(), value.encode()
     found = set()
     for pid in parents():
         try:
             environ = (_PROC / str(pid) / "environ").read_bytes()
         except OSError:  # gone, or another user's
             continue
-        if wanted in environ.split(b"\0"):
+        if any(entry.startswith(name) and wanted in entry for entry in environ.split(b"\0")):
             found.add(pid)
     return found
 

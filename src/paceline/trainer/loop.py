@@ -61,6 +61,7 @@ class Loop:
         self.evaluation_due = False
         self.best = math.inf
         self.samples = 0
+        self._unreported: list[tuple[int, StepResult, float]] = []
 
     @property
     def folder(self) -> Path | None:
@@ -70,6 +71,21 @@ class Loop:
 
     def run(self) -> History:
         """Train to the end, or to where the ranks agreed to stop."""
+        try:
+            return self._run()
+        except NonFiniteError as error:
+            self.reporter.emit(
+                NonFinite(
+                    step=error.step,
+                    what=error.what,
+                    ranks=list(error.ranks),
+                    action="stop",
+                    detail=str(error),
+                )
+            )
+            raise
+
+    def _run(self) -> History:
         self._announce()
         self._each("on_fit_start", self.trainer)
         request = GO_ON
@@ -95,11 +111,11 @@ class Loop:
 
     def _run_epoch(self) -> int:
         """Steps up to the end of the epoch, or of the run; what the ranks agreed on."""
-        epoch = self.trainer.epoch = self.train.epoch
         over = False
         waited_from = time.perf_counter()
         for batch in self.train:
-            result = self._step(batch)
+            epoch = self.trainer.epoch = self._epoch_of_batch()
+            result = self.engine.step(batch)
             self._step_done(epoch, result, time.perf_counter() - waited_from)
             over = self.train.epoch > epoch
             if over:
@@ -113,25 +129,28 @@ class Loop:
                 return request
             waited_from = time.perf_counter()
         if not over:  # a stream tells that it has ended only when asked for more
-            self._epoch_done(epoch)
+            self._epoch_done(self.trainer.epoch)
         return self.stops.agree()
 
-    def _step(self, batch: Any) -> StepResult:
-        try:
-            return self.engine.step(batch)
-        except NonFiniteError as error:
-            self.reporter.emit(
-                NonFinite(
-                    step=error.step,
-                    what=error.what,
-                    ranks=list(error.ranks),
-                    action="stop",
-                    detail=str(error),
-                )
-            )
-            raise
+    def _epoch_of_batch(self) -> int:
+        share = self.train.share
+        assert share is not None  # a batch has just been drawn
+        return share.epoch
 
     def _step_done(self, epoch: int, result: StepResult, seconds: float) -> None:
+        self._unreported.append((epoch, result, seconds))
+        # Reading a loss waits for the GPU: read the one before, while the GPU works on this one.
+        if len(self._unreported) > (0 if self.world.device.type == "cpu" else 1):
+            self._report(*self._unreported.pop(0))
+        self._each("on_step_end", self.trainer, result)
+
+    def _catch_up(self) -> None:
+        """Report what has been done so far, before anything that depends on it."""
+        self.engine.settle()
+        while self._unreported:
+            self._report(*self._unreported.pop(0))
+
+    def _report(self, epoch: int, result: StepResult, seconds: float) -> None:
         loss, samples = result.loss, result.samples
         self.samples += samples
         self.epoch_seconds += seconds
@@ -160,9 +179,9 @@ class Loop:
                 skipped=result.skipped,
             )
         )
-        self._each("on_step_end", self.trainer, result)
 
     def _epoch_done(self, epoch: int) -> None:
+        self._catch_up()
         samples = self.epoch_samples
         loss = self.epoch_loss / samples if samples else math.nan
         seconds = self.epoch_seconds
@@ -186,6 +205,7 @@ class Loop:
         step = self.engine.steps_done
         if self.val is None or self.evaluated_at == step:
             return
+        self._catch_up()
         self.evaluation_due = True
         metrics, samples, seconds = evaluate(
             self.engine,
@@ -228,6 +248,7 @@ class Loop:
         path = self.folder / checkpoint.name_of(step)
         if self.saved_at == step:
             return path
+        self._catch_up()
         started = time.perf_counter()
         streams = collectives.all_gather_object(rng_state())
         failure = None
@@ -313,6 +334,7 @@ class Loop:
         )
 
     def _finish(self, reason: str) -> History:
+        self._catch_up()
         self.reporter.emit(
             RunFinished(
                 reason=reason,

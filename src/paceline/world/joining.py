@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,14 +78,17 @@ def choose_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
-def join(place: Environment, backend: str, device: torch.device, timeout: timedelta) -> Store:
+def join(
+    place: Environment, backend: str, device: torch.device, timeout: timedelta, checks: bool
+) -> Store:
     """Meet the other ranks and make the default process group; returns the world's store."""
     base = _connect(place, timeout)
     key = _meeting_place(place)
     count = _worlds_joined[key] = _worlds_joined.get(key, 0) + 1
     # Each world of this process has its own part of the store: nothing is left over from the last.
     store = PrefixStore(f"paceline/{place.restart_count}/{count}", base)
-    _wait_for_everyone(store, place, backend, timeout)
+    _claim_rank(store, place)
+    _wait_for_everyone(store, place, {"backend": backend, "checks": checks}, timeout)
     # A CUDA world also gets Gloo, so that CPU tensors can be reduced without touching the GPU.
     torch_backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     try:
@@ -154,11 +157,22 @@ def _connect(place: Environment, timeout: timedelta) -> Store:
     return store
 
 
-def _wait_for_everyone(store: Store, place: Environment, backend: str, timeout: timedelta) -> None:
+def _claim_rank(store: Store, place: Environment) -> None:
+    """Two processes with one rank would hang all of them: the second is refused."""
+    if store.add(f"claimed/{place.rank}", 1) > 1:
+        raise WorldError(
+            f"RANK={place.rank} has already joined at {place.address}:{place.port}: another "
+            "process has the same RANK, or this one is a child (a data loader worker, say) that "
+            "inherited it. Give each process its own RANK; children must not join."
+        )
+
+
+def _wait_for_everyone(
+    store: Store, place: Environment, settings: dict[str, Any], timeout: timedelta
+) -> None:
     """Every rank says who it is, so that one that is missing or differs is named."""
-    mine = {"size": place.size, "backend": backend, "host": socket.gethostname()}
     keys = [f"joined/{rank}" for rank in range(place.size)]
-    store.set(keys[place.rank], json.dumps(mine))
+    store.set(keys[place.rank], json.dumps({"size": place.size, **settings}))
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
@@ -168,14 +182,14 @@ def _wait_for_everyone(store: Store, place: Environment, backend: str, timeout: 
             f"{place.address}:{place.port} for {place.size} ranks; missing: {missing}. Did they "
             "start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
         ) from error
-    others = [json.loads(value) for value in store.multi_get(keys)]
-    for name in ("size", "backend"):
-        values = [other[name] for other in others]
+    said = [json.loads(value) for value in store.multi_get(keys)]
+    for name in said[0]:
+        values = [other[name] for other in said]
         if len(set(values)) > 1:
             raise WorldError(
-                f"ranks joined {place.address}:{place.port} with different {name}s: "
+                f"ranks joined {place.address}:{place.port} with different {name}: "
                 + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-                + ". Every rank must call World.init with the same settings."
+                + ". Every rank must join with the same settings."
             )
 
 

@@ -127,7 +127,7 @@ class World:
         name = joining.choose_backend(backend, chosen)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        store = None if alone else joining.join(place, name, chosen, timeout)
+        store = None if alone else joining.join(place, name, chosen, timeout, checks)
         return cls(
             place,
             device=chosen,
@@ -267,6 +267,10 @@ class World:
         with agreement.explained(group, name):
             self._store.set(keys[group.rank], "here")
         try:
+            if timeout is not None and timeout > group.timeout:
+                # Longer than any collective may take: wait at the store, which has the patience.
+                with agreement.explained(group, name, timeout):
+                    self._store.wait(keys, timeout)
             agreement.meet(group, name, checks=True, problem=problem, timeout=timeout)
         except CollectiveMismatch:
             raise

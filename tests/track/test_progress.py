@@ -1,0 +1,251 @@
+"""What a person sees of a run: lines off a terminal, a bar on one."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from paceline.events import (
+    Baseline,
+    CheckpointSaved,
+    EpochDone,
+    EvalDone,
+    Event,
+    NonFinite,
+    Note,
+    RanksStarted,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    StepDone,
+)
+from paceline.track import Progress
+from paceline.track.pace import Pace, clock, count, duration, number, rate, size
+
+
+def started(total: int | None = 100, first: int = 0) -> RunStarted:
+    return RunStarted(
+        layout="dp=2",
+        world_size=2,
+        device="cpu",
+        precision="fp32",
+        global_batch=32,
+        parameters=843_200,
+        samples_per_epoch=1000,
+        total_steps=total,
+        first_step=first,
+        time=0.0,
+    )
+
+
+def step(number: int, *, time: float, loss: float = 2.0, skipped: bool = False) -> StepDone:
+    return StepDone(
+        step=number,
+        epoch=0,
+        loss=loss,
+        lr=0.1,
+        samples=32,
+        seconds=0.5,
+        skipped=skipped,
+        time=time,
+    )
+
+
+def lines(*events: Event, close: bool = True) -> list[str]:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    for event in events:
+        progress.handle(event)
+    if close:
+        progress.close()
+    return stream.getvalue().splitlines()
+
+
+def test_a_short_run_shows_its_tenths() -> None:
+    shown = lines(started(20), *(step(i, time=0.5 * i) for i in range(1, 21)))
+    assert shown[0] == (
+        "training 843.2k parameters on 2 ranks (dp=2, cpu, fp32), global batch 32, 20 steps"
+    )
+    assert shown[1] == "step 1/20: loss 2.0000, 64 samples/s, ETA 0:10"
+    assert [line.split(":")[0] for line in shown[1:]] == [
+        "step 1/20",
+        *(f"step {i}/20" for i in range(2, 21, 2)),
+    ]
+    assert shown[-1] == "step 20/20: loss 2.0000, 64 samples/s, ETA 0:00"
+
+
+def test_a_long_run_is_reported_by_the_clock() -> None:
+    """An hour of steps without a known end: every few seconds at first, then once a minute."""
+    shown = lines(started(None), *(step(i, time=float(i)) for i in range(1, 3601)))
+    at = [int(re.findall(r"\d+", line)[0]) for line in shown[1:]]
+    assert at[:4] == [1, 6, 11, 16]
+    assert 60 <= at[-3] - at[-4] <= 73
+    assert at[-1] == 3600, "the last step is always shown"
+    assert len(at) < 250
+    assert shown[1] == "step 1: loss 2.0000, 64 samples/s"
+
+
+def test_a_resumed_run_counts_from_where_it_goes_on() -> None:
+    shown = lines(started(100, first=60), step(61, time=1.0), step(62, time=2.0), close=False)
+    assert shown[0].endswith("100 steps; going on after step 60")
+    assert shown[1] == "step 61/100: loss 2.0000, 64 samples/s, ETA 0:20"
+    assert len(shown) == 2, "it is at step 62, but 0.62 of the run was not done just now"
+
+
+def test_a_restart_begins_anew() -> None:
+    shown = lines(
+        started(10), step(1, time=1.0), step(2, time=2.0), started(10, first=1), step(2, time=60.0)
+    )
+    assert shown[-1] == "step 2/10: loss 2.0000, 64 samples/s, ETA 0:04", "the gap is no pace"
+
+
+def test_what_else_happens_is_said() -> None:
+    shown = lines(
+        RanksStarted(nproc=2),
+        Baseline(name="byte unigrams", loss=3.2),
+        EvalDone(step=5, epoch=0, metrics={"loss": 1.5, "accuracy": 0.25}, samples=9, seconds=2.0),
+        EpochDone(step=6, epoch=0, loss=1.25, samples=100, seconds=9.0),
+        CheckpointSaved(step=7, path="runs/[a]/x.pt", bytes=3_200_000, seconds=0.1, reason="end"),
+        CheckpointSaved(step=8, path="y.pt", bytes=10, seconds=0.1, reason="best"),
+        NonFinite(step=9, what="loss", ranks=[0, 2], action="skip"),
+        NonFinite(step=9, what="gradients", ranks=[], action="stop", detail="In layer 3."),
+        Note(message="just so"),
+        Note(message="careful", level="warning"),
+        RunFailed(rank=0, error="x", exit_code=1),
+        RunFinished(reason="done", step=9, epoch=0, samples=1, seconds=1.0),
+    )
+    assert shown == [
+        "starting 2 ranks",
+        "for comparison, byte unigrams: validation loss 3.2000",
+        "step 5: validation loss 1.5000, accuracy 0.2500 (2.0 s)",
+        "step 6: epoch 1 done, mean loss 1.2500",
+        "step 7: saved runs/[a]/x.pt (3.2 MB)",
+        "step 8: saved y.pt (best so far, 10 B)",
+        "warning: step 9: NaN or Inf in the loss on rank 0, 2; the step was skipped.",
+        "warning: step 9: NaN or Inf in the gradients; the run stops. In layer 3.",
+        "just so",
+        "warning: careful",
+    ]
+
+
+def test_odd_losses_are_shown_as_they_are() -> None:
+    shown = lines(
+        started(3),
+        step(1, time=1.0, loss=float("nan"), skipped=True),
+        step(2, time=2.0, loss=float("inf")),
+        step(3, time=3.0, loss=1e-9),
+    )
+    assert [line.split(",")[0] for line in shown[1:]] == [
+        "step 1/3: loss nan (skipped)",
+        "step 2/3: loss inf",
+        "step 3/3: loss 1e-09",
+    ]
+
+
+def test_a_closed_stream_is_nobodys_trouble() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    progress.handle(started())
+    stream.close()
+    progress.handle(step(1, time=1.0))
+    progress.handle(step(2, time=20.0))
+    progress.close()
+
+
+ON_A_TERMINAL = """
+from paceline.events import *
+from paceline.track import Progress
+progress = Progress()
+progress.handle(RanksStarted(nproc=2))
+progress.handle(RunStarted(layout="dp=2", world_size=2, device="cpu", precision="fp32",
+                           global_batch=32, parameters=10, samples_per_epoch=9, total_steps=4))
+for i in range(1, 5):
+    progress.handle(StepDone(step=i, epoch=0, loss=1.5, lr=0.1, samples=32, seconds=0.5))
+    if i == 2:
+        print("printed by the [red]program[/red]")
+        progress.handle(Note(message="a [bold]note[/bold]", level="warning"))
+progress.handle(RunFinished(reason="done", step=4, epoch=0, samples=1, seconds=1.0))
+progress.handle(Note(message="after the end"))
+progress.close()
+print("and on")
+"""
+
+
+def on_a_terminal(code: str, **env: str) -> str:
+    """What a program shows on a terminal, control sequences left out."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", **env},
+    ):
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                chunk = os.read(ours, 65536)
+            except OSError:  # how a terminal says that its program is gone
+                break
+            if not chunk:
+                break
+            shown += chunk
+    os.close(ours)
+    assert shown.count(b"\x1b[?25l") == shown.count(b"\x1b[?25h"), "the cursor comes back"
+    return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", shown.decode())
+
+
+def test_a_bar_on_a_terminal() -> None:
+    shown = on_a_terminal(ON_A_TERMINAL)
+    assert "starting 2 ranks" in shown
+    assert re.search(r"step 4/4 ━+ loss 1\.5000, 64 samples/s, ETA 0:00", shown)
+    # Lines stand above the bar, with brackets that are no markup.
+    assert "printed by the [red]program[/red]\r\n" in shown
+    assert "warning: a [bold]note[/bold]\r\n" in shown
+    assert shown.endswith("after the end\r\nand on\r\n")
+
+
+def test_no_bar_on_a_dumb_terminal() -> None:
+    shown = on_a_terminal(ON_A_TERMINAL, TERM="dumb")
+    assert "step 4/4: loss 1.5000, 64 samples/s, ETA 0:00\r\n" in shown
+    assert "━" not in shown
+
+
+def test_pace_knows_evaluations_slow_a_run() -> None:
+    pace = Pace()
+    assert pace.samples_per_second == 0
+    assert pace.seconds_left(10) is None
+    pace.add(step(1, time=1.0))
+    assert pace.seconds_left(11) == pytest.approx(5.0)  # nothing but the step's own time yet
+    pace.add(step(2, time=3.0))  # 0.5 s of step, 1.5 s of something else
+    assert pace.seconds_left(12) == pytest.approx(20.0)
+    assert pace.samples_per_second == pytest.approx(64.0)
+    assert pace.seconds_left(None) is None
+    assert pace.seconds_left(1) == 0
+
+
+def test_numbers_are_short_and_true() -> None:
+    assert [number(v) for v in (2.34567, 0.0, -0.5, 1e-5, 123456.0)] == [
+        "2.3457",
+        "0.0000",
+        "-0.5000",
+        "1e-05",
+        "1.23e+05",
+    ]
+    assert [duration(s) for s in (0.44, 41.3, 125, 3723)] == ["0.4 s", "41 s", "2:05", "1:02:03"]
+    assert [clock(s) for s in (0, 5, 760, 3723)] == ["0:00", "0:05", "12:40", "1:02:03"]
+    assert [rate(r) for r in (0.25, 8.333, 1234.5)] == ["0.25", "8.33", "1,234"]
+    assert [size(b) for b in (512, 3_200_000, 5 * 10**12)] == ["512 B", "3.2 MB", "5.0 TB"]
+    assert [count(n) for n in (512, 12_300, 3_200_000, 13 * 10**8)] == [
+        "512",
+        "12.3k",
+        "3.2M",
+        "1.3B",
+    ]

@@ -1,0 +1,215 @@
+"""TensorBoard and MLflow: what was written, read back."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import MissingExtra
+from paceline.events import (
+    EpochDone,
+    EvalDone,
+    Event,
+    NonFinite,
+    Note,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    StepDone,
+)
+from paceline.track import MLflow, Recorder, TensorBoard
+
+pytestmark = pytest.mark.filterwarnings(
+    # Importing the two packages warns of things in them that are theirs to mend.
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+)
+
+
+def started(first: int = 0) -> RunStarted:
+    return RunStarted(
+        layout="dp=2",
+        world_size=2,
+        device="cpu",
+        precision="fp32",
+        global_batch=32,
+        parameters=1000,
+        samples_per_epoch=100,
+        total_steps=6,
+        first_step=first,
+    )
+
+
+def steps(first: int, last: int, *, scale: float = 1.0) -> list[Event]:
+    return [
+        StepDone(step=i, epoch=0, loss=scale * i, lr=0.1, samples=8, seconds=0.5, grad_norm=i / 2)
+        for i in range(first, last + 1)
+    ]
+
+
+def finished(reason: str = "done") -> RunFinished:
+    return RunFinished(reason=reason, step=6, epoch=0, samples=48, seconds=3.0)
+
+
+def feed(recorder: Recorder, *events: Event) -> None:
+    troubles: list[str] = []
+    recorder.on_trouble = troubles.append
+    for event in events:
+        recorder.handle(event)
+    recorder.close()
+    assert troubles == []
+
+
+def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every scalar in a TensorBoard folder, as (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {
+        tag: [(e.step, round(e.value, 4)) for e in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
+    feed(
+        TensorBoard(tmp_path),
+        Note(message="before the start"),
+        started(),
+        *steps(1, 4),
+        NonFinite(step=4, what="loss", ranks=[0], action="skip"),
+        EvalDone(step=4, epoch=0, metrics={"loss": 9.0, "accuracy": 0.5}, samples=9, seconds=1.0),
+        # Killed here, resumed from a checkpoint of step 2 with another optimizer.
+    )
+    feed(
+        TensorBoard(tmp_path),
+        started(first=2),
+        *steps(3, 5, scale=10.0),
+        # A rank fails, all are started again from step 4.
+        started(first=4),
+        *steps(5, 6, scale=100.0),
+        EvalDone(step=6, epoch=0, metrics={"loss": 7.0}, samples=9, seconds=1.0),
+        EpochDone(step=6, epoch=0, loss=3.5, samples=48, seconds=3.0),
+        finished(),
+    )
+    found = board(tmp_path)
+    assert found["train/loss"] == [(1, 1), (2, 2), (3, 30), (4, 40), (5, 500), (6, 600)]
+    assert found["train/lr"] == [(i, 0.1) for i in range(1, 7)]
+    assert found["train/grad_norm"] == [(i, i / 2) for i in range(1, 7)]
+    assert found["train/samples_per_second"] == [(i, 16) for i in range(1, 7)]
+    assert found["validation/loss"] == [(6, 7)]
+    assert found["epoch/loss"] == [(6, 3.5)]
+
+
+def test_tensorboard_makes_nothing_before_there_is_something(tmp_path: Path) -> None:
+    feed(TensorBoard(tmp_path / "never"))
+    feed(TensorBoard(tmp_path / "never"), Note(message="hello"))
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    recorder = TensorBoard(tmp_path / "file" / "below")
+    troubles: list[str] = []
+    recorder.on_trouble = troubles.append
+    for event in [started(), *steps(1, 5)]:
+        recorder.handle(event)
+    recorder.close()
+    assert len(troubles) == 1
+    assert troubles[0].startswith("TensorBoard stopped recording (")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+    """One MLflow store for all tests: making its tables takes seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from mlflow import MlflowClient
+
+        uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+        yield uri, MlflowClient(tracking_uri=uri)
+
+
+def history(client: Any, run_id: str, key: str) -> list[tuple[int, float]]:
+    return [(m.step, m.value) for m in client.get_metric_history(run_id, key)]
+
+
+def test_mlflow_gets_every_number_once_in_one_run(
+    tmp_path: Path, store: tuple[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    uri, client = store
+
+    def tracker() -> MLflow:
+        return MLflow(
+            uri=uri,
+            experiment="once",
+            run_name="demo",
+            run_dir=tmp_path,
+            params={"optimizer.lr": 0.1, "long": "x" * 10_000, **{f"p{i}": i for i in range(150)}},
+        )
+
+    feed(tracker(), started(), *steps(1, 4), finished("interrupted"))
+    experiment = client.get_experiment_by_name("once")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "KILLED"
+    feed(
+        tracker(),
+        started(first=2),
+        *steps(3, 6),
+        EvalDone(step=6, epoch=0, metrics={"loss": 7.0}, samples=9, seconds=1.0),
+        StepDone(step=7, epoch=0, loss=math.nan, lr=0.1, samples=8, seconds=0.5),
+        finished(),
+    )
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("demo", "FINISHED")
+    assert history(client, run.info.run_id, "train/loss")[:6] == [(i, i) for i in range(1, 7)]
+    last_step, last_loss = history(client, run.info.run_id, "train/loss")[6]
+    assert last_step == 7
+    assert math.isnan(last_loss)
+    assert history(client, run.info.run_id, "validation/loss") == [(6, 7)]
+    assert run.data.params["optimizer.lr"] == "0.1"
+    assert run.data.params["run.layout"] == "dp=2"
+    assert run.data.params["p149"] == "149"
+    shown = capfd.readouterr()
+    assert "INFO" not in shown.out + shown.err, "nothing is written across the progress bar"
+
+
+def test_mlflow_knows_a_failed_run_and_keeps_runs_apart(
+    tmp_path: Path, store: tuple[str, Any]
+) -> None:
+    uri, client = store
+    failed = RunFailed(rank=1, error="ValueError: x", exit_code=1)
+    feed(MLflow(uri=uri, experiment="apart", run_dir=tmp_path / "a"), started(), failed)
+    feed(MLflow(uri=uri, experiment="apart", run_dir=tmp_path / "b"), started(), *steps(1, 2))
+    experiment = client.get_experiment_by_name("apart")
+    runs = client.search_runs([experiment.experiment_id])
+    assert sorted(run.info.status for run in runs) == ["FAILED", "KILLED"]
+
+
+def test_mlflow_without_its_server_is_one_warning(tmp_path: Path) -> None:
+    recorder = MLflow(uri="sqlite:////no/such/folder/mlflow.db", run_dir=tmp_path)
+    troubles: list[str] = []
+    recorder.on_trouble = troubles.append
+    for event in [started(), *steps(1, 3)]:
+        recorder.handle(event)
+    recorder.close()
+    assert len(troubles) == 1
+    assert troubles[0].startswith("MLflow stopped recording (")
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtra) as caught:
+        TensorBoard("anywhere")
+    assert str(caught.value) == (
+        "TensorBoard is not installed. Install it with: pip install 'paceline[tensorboard]'"
+    )
+    with pytest.raises(MissingExtra, match=r"pip install 'paceline\[mlflow\]'"):
+        MLflow()

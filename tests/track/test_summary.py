@@ -1,0 +1,73 @@
+"""What came of a run, from its events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.events import (
+    Baseline,
+    CheckpointSaved,
+    EvalDone,
+    EventLog,
+    RunFinished,
+    RunStarted,
+    StepDone,
+)
+from paceline.track.summary import Summary
+
+
+def started(first: int = 0) -> RunStarted:
+    return RunStarted(
+        layout="dp=1",
+        world_size=1,
+        device="cpu",
+        precision="fp32",
+        global_batch=8,
+        parameters=1,
+        samples_per_epoch=None,
+        total_steps=None,
+        first_step=first,
+    )
+
+
+def step(number: int, seconds: float) -> StepDone:
+    return StepDone(step=number, epoch=0, loss=1 / number, lr=0.1, samples=8, seconds=seconds)
+
+
+def test_the_last_word_on_everything(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    for event in [
+        Baseline(name="unigrams", loss=3.0),
+        started(),
+        step(1, seconds=100.0),  # a slow first start does not count for the speed of the second
+        RunFinished(reason="interrupted", step=1, epoch=0, samples=8, seconds=100.0),
+        started(first=1),
+        step(2, seconds=0.5),
+        EvalDone(step=2, epoch=0, metrics={"loss": 2.0, "accuracy": 0.5}, samples=1, seconds=1.0),
+        CheckpointSaved(step=2, path="c.pt", bytes=1, seconds=0.1, reason="end"),
+        RunFinished(reason="done", step=2, epoch=0, samples=8, seconds=41.0),
+    ]:
+        log.write(event)
+    log.close()
+    summary = Summary.read(tmp_path)
+    assert summary.lines() == [
+        "done: 2 steps, 41 s, 16 samples/s",
+        "  train loss       0.5000",
+        "  validation loss  2.0000  (unigrams: 3.0000)",
+        "  validation accuracy 0.5000",
+        "  checkpoint       c.pt",
+    ]
+
+
+def test_a_run_that_was_cut_short_has_no_end() -> None:
+    summary = Summary.of([started(), step(1, seconds=1.0)])
+    assert summary.finished is None
+    assert summary.lines()[0] == "the run left no record of its end"
+    again = Summary.of(
+        [RunFinished(reason="done", step=1, epoch=0, samples=1, seconds=1.0), started(first=1)]
+    )
+    assert again.finished is None, "it goes on"
+
+
+def test_a_folder_without_events_is_an_empty_summary(tmp_path: Path) -> None:
+    assert Summary.read(tmp_path) == Summary()
