@@ -26,7 +26,8 @@ def test_relay_passes_on_everything_up_to_the_quiet_point(tmp_path: Path) -> Non
     with open(log, "ab") as file:
         file.write("é".encode()[1:] + b" second\n")
         file.flush()
-        quiet.write_text(str(log.stat().st_size))
+        (tmp_path / "part").write_text(str(log.stat().st_size))
+        (tmp_path / "part").rename(quiet)
         file.write(b"Traceback that the launcher shows itself\n")
     relay.finish()
     assert "".join(shown) == "first é second\n"

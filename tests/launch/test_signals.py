@@ -88,7 +88,6 @@ class Launched:
     ("signum", "seen_by_ranks", "status"),
     [
         (signal.SIGINT, "SIGINT", -signal.SIGINT),  # KeyboardInterrupt, as from any Python program
-        (signal.SIGTERM, "SIGTERM", 143),
         (signal.SIGHUP, "SIGTERM", 129),
     ],
 )

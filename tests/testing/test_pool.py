@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import RankFailed, WorldError
-from paceline.testing import RankPool, run_ranks
+from paceline.testing import RankPool
 from paceline.testing.processes import is_alive
 from paceline.world import World, collectives
 
@@ -394,13 +394,6 @@ def test_no_rank_outlives_a_killed_owner():
         time.sleep(0.3)  # into the second job
         owner.kill()
     wait_until_gone([int(pid) for pid in pids])
-
-
-def test_without_pytest():
-    def job(x):
-        return collectives.all_reduce(torch.tensor([x])).item()
-
-    assert run_ranks(job, 4, world_size=2) == [8, 8]
 
 
 def wait_until_gone(pids):

@@ -194,7 +194,8 @@ def test_mlflow_knows_a_failed_run_and_keeps_runs_apart(
 
 
 def test_mlflow_without_its_server_is_one_warning(tmp_path: Path) -> None:
-    recorder = MLflow(uri="sqlite:////no/such/folder/mlflow.db", run_dir=tmp_path)
+    (tmp_path / "file").touch()
+    recorder = MLflow(uri=f"sqlite:///{tmp_path}/file/mlflow.db", run_dir=tmp_path)
     troubles: list[str] = []
     recorder.on_trouble = troubles.append
     for event in [started(), *steps(1, 3)]:

@@ -230,12 +230,10 @@ def _run_config(request: _Request) -> None:
         stored = load(run.config)
         request.adjust_ranks_of(stored)
         config = resolve(request.load(run.config))
-        _check_trackers(config)
         if is_finished(run, stored, config):
             return
     else:
         config = resolve(request.load(next(iter(request.configs), None)))
-        _check_trackers(config)
         root, name = config.track.run_dir, config.name
         run = new_run_at(request.run_dir) if request.run_dir else new_run(root, name)
     with run.in_use():
@@ -272,16 +270,6 @@ def _launch(config: Config, run: RunFolder, *, resume: bool) -> None:
             exit_code=error.exit_code,
             traceback=error.traceback,
         ) from None
-
-
-def _check_trackers(config: Config) -> None:
-    """A missing package is reported before there is a run folder or a process."""
-    from paceline.track import MLflow, TensorBoard
-
-    if config.track.tensorboard:
-        TensorBoard.check_installed()
-    if config.track.mlflow is not None:
-        MLflow.check_installed()
 
 
 def _trackers(config: Config, run: RunFolder) -> list[Tracker]:

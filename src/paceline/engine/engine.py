@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
@@ -20,7 +21,7 @@ from paceline.engine.batch import batch_size, move, placeholder, split
 from paceline.engine.loss import LossFunction, LossModule, Term
 from paceline.engine.nonfinite import Problem
 from paceline.engine.precision import Precision
-from paceline.engine.result import StepResult
+from paceline.engine.result import Numbers, StepResult
 from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
@@ -156,13 +157,13 @@ class Engine:
         lr = self._set_lr()
         sums = self._accumulate(parts, batch_size(batch))
         norm = self._finish_gradients(sums)
-        finite = self._finite(sums, norm)
-        self._unread, unread = None, self._unread
-        if finite is not None and self._look_later:
-            self._unread = _Unread(self.steps_done + 1, finite, sums)
-            problem = None
-        else:
-            problem = self._problem(finite, sums, parts)
+        numbers = Numbers(sums.world, norm)
+        unread, self._unread = self._unread, None
+        problem = None
+        if self._look_later:
+            self._unread = _Unread(self.steps_done + 1, numbers, sums)
+        elif self.options["nonfinite"] != "ignore":
+            problem = self._problem(numbers, sums, parts)
         if problem is None or problem.overflow:
             self._update()
         else:
@@ -179,8 +180,7 @@ class Engine:
             lr=lr,
             seconds=time.perf_counter() - started,
             problem=problem,
-            _sums=sums.world,
-            _norm=norm,
+            _numbers=numbers,
         )
 
     def _parts(self, batch: Any) -> list[tuple[Any, int]]:
@@ -206,7 +206,7 @@ class Engine:
         :meth:`_finish_gradients` multiplies by what is missing: one, where nothing accumulates.
         """
         local = torch.zeros(3, dtype=torch.float64, device=self.device)
-        local[2] = samples
+        local[2].fill_(samples)  # plain assignment would make the host wait for a GPU
         divisor = local[1]
         world, work = local, None
         for index, (part, items) in enumerate(parts):
@@ -269,12 +269,6 @@ class Engine:
             clip_grad_value_(self._parameters, clip_value)
         return norm
 
-    def _finite(self, sums: _Sums, norm: Tensor | None) -> Tensor | None:
-        """Whether the mean loss and the gradient's norm are finite; ``None`` if nobody asks."""
-        if norm is None or self.options["nonfinite"] == "ignore":
-            return None
-        return torch.stack([sums.world[0] / sums.world[1], norm.double()]).isfinite()
-
     @property
     def _look_later(self) -> bool:
         """Whether the verdict on a step is read a step later, to keep the GPU from running dry.
@@ -294,26 +288,23 @@ class Engine:
         On a GPU ``step`` looks at each step's loss and gradient while the next one runs. Call this
         after the last step, or before using the parameters; :meth:`state_dict` does.
         """
-        self._unread, unread = None, self._unread
+        unread, self._unread = self._unread, None
         if unread is not None:
             self._look_at(unread)
 
     def _look_at(self, unread: _Unread) -> None:
-        if all(unread.finite.tolist()):
+        if unread.numbers.finite:
             return
         problem = nonfinite.locate(None, [], self._precision, unread.sums.local, self.world)
         raise problem.error(unread.step, updated=True)
 
     def _problem(
-        self, finite: Tensor | None, sums: _Sums, parts: list[tuple[Any, int]]
+        self, numbers: Numbers, sums: _Sums, parts: list[tuple[Any, int]]
     ) -> Problem | None:
         """What is not finite in this step, if anything; raises where the policy is to stop."""
-        if finite is None:
+        if numbers.finite:
             return None
-        finite_loss, finite_norm = finite.tolist()
-        if finite_loss and finite_norm:
-            return None
-        if finite_loss and self._precision.scaler is not None:
+        if math.isfinite(numbers.loss) and self._precision.scaler is not None:
             return Problem(what="gradients", overflow=True, detail="fp16 gradients overflowed")
         # A synchronised norm makes every forward a collective: then ranks cannot look alone.
         module = None if self._has_sync_norm else self._local
@@ -413,7 +404,7 @@ class _Unread(NamedTuple):
     """The verdict on a step that nobody has looked at yet."""
 
     step: int
-    finite: Tensor
+    numbers: Numbers
     sums: _Sums
 
 

@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from paceline.engine.nonfinite import Problem
+
+
+class Numbers:
+    """The numbers of a step, on their way from the device.
+
+    Reading waits for the step they belong to, not for whatever has been queued behind it.
+    """
+
+    def __init__(self, sums: Tensor, norm: Tensor | None) -> None:
+        values = sums if norm is None else torch.cat([sums, norm.double().reshape(1)])
+        self._host = values.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if values.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """Loss sum, item count, samples and, where it was computed, the gradient's norm."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.tolist()
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; NaN where there was nothing to average."""
+        total, count, *_ = self.read()
+        return total / count if count else math.nan
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and, where it was computed, the norm are finite."""
+        norm = self.norm
+        return math.isfinite(self.loss) and (norm is None or math.isfinite(norm))
+
+    @property
+    def norm(self) -> float | None:
+        """The norm of the gradient, where it was computed."""
+        _, _, _, *norm = self.read()
+        return norm[0] if norm else None
 
 
 @dataclass
@@ -22,23 +62,22 @@ class StepResult:
     lr: float
     seconds: float
     problem: Problem | None = None
-    _sums: Tensor = field(repr=False, kw_only=True)  # of the loss, its items and the samples
-    _norm: Tensor | None = field(repr=False, kw_only=True)
+    _numbers: Numbers = field(repr=False, kw_only=True)
 
     @property
     def loss(self) -> float:
         """The mean loss over the global batch."""
-        return float(self._sums[0] / self._sums[1])
+        return self._numbers.loss
 
     @property
     def samples(self) -> int:
         """How many samples the global batch held."""
-        return int(self._sums[2])
+        return int(self._numbers.read()[2])
 
     @property
     def grad_norm(self) -> float | None:
         """The norm of the whole gradient before clipping; ``None`` when nothing needed it."""
-        return None if self._norm is None else float(self._norm)
+        return self._numbers.norm
 
     @property
     def skipped(self) -> bool:

@@ -79,7 +79,7 @@ class RankLogs(LogsSpecs):
         self.error_file(0).parent.mkdir(parents=True, exist_ok=True)
         for rank, env in envs.items():
             env.update(self._env)
-            env["TORCHELASTIC_ERROR_FILE"] = str(self.error_file(rank))
+            env[worker.ERROR_FILE] = str(self.error_file(rank))
             env[worker.LOG_FILE] = str(self.log(rank).absolute())
             env[worker.LAUNCHER_PID] = str(os.getpid())
             self.log(rank).touch()

@@ -156,6 +156,18 @@ class _Launch:
     def run(self, signals: _Signals) -> BaseException | None:
         """Start the ranks, wait for their end, and return the error that came of it, if any."""
         thread = threading.Thread(target=self._run_agent, name="paceline-agent")
+        try:
+            self._supervise(thread, signals)
+        finally:
+            if thread.is_alive():  # an error of our own: still, nothing may be left running
+                self.agent.request_stop(signal.SIGTERM)
+                self.agent.kill()
+                thread.join()
+        if self.relay:
+            self.relay.finish()
+        return self._outcome(signals)
+
+    def _supervise(self, thread: threading.Thread, signals: _Signals) -> None:
         stopping = killed = False
         while not self._over(thread, signals):
             if signals.first is not None and not stopping:
@@ -168,9 +180,6 @@ class _Launch:
             self.agent.kill_overdue()
             signals.note_end_of_program()
             thread.join(0.1)
-        if self.relay:
-            self.relay.finish()
-        return self._outcome(signals)
 
     def _over(self, thread: threading.Thread, signals: _Signals) -> bool:
         if thread.ident is not None:
@@ -224,13 +233,18 @@ class _Launch:
         if self.events:
             self.events.write(Note(message=message, level="warning"))
         else:
-            self.job.notice(message)
+            self._say(message)
 
     def _say_stopping(self, signum: signal.Signals) -> None:
-        self.job.notice(
+        self._say(
             f"{signum.name}: the ranks have {self.job.grace:g} s to save and leave; "
             "once more kills them at once."
         )
+
+    def _say(self, message: str) -> None:
+        # The terminal may be what has just gone; that must not keep the ranks from ending.
+        with contextlib.suppress(OSError, ValueError):
+            self.job.notice(message)
 
     def _outcome(self, signals: _Signals) -> BaseException | None:
         if self.succeeded:
@@ -248,7 +262,11 @@ class _Launch:
         )
         if self.events:
             reason = failure.culprit(self.agent.failures).reason
-            self.events.write(RunFailed(rank=error.rank, error=reason, exit_code=error.exit_code))
+            # A full disk may be why the rank failed: then its error counts, not this one.
+            with contextlib.suppress(OSError):
+                self.events.write(
+                    RunFailed(rank=error.rank, error=reason, exit_code=error.exit_code)
+                )
         return error
 
 

@@ -28,6 +28,7 @@ from paceline.errors import LaunchError
 # Set by the launcher, see agent.py.
 LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
 LOG_FILE = "PACELINE_LOG_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the agent's own name for it
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_SECONDS = 0.5
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> None:
         """Writes what :func:`paceline.launch.failure.read_error` reads."""
 
         def record_exception(self, e: BaseException) -> None:
-            _write_error(self._get_error_file_path(), e)
+            _write_error(e)
 
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> None:
         sys.excepthook(type(error), error.with_traceback(own), own)
         sys.exit(1)
     except KeyboardInterrupt:
-        _write_quiet_point(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        _write_quiet_point()
         raise
 
 
@@ -137,10 +138,8 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     os._exit(128 + signum)
 
 
-def _write_error(path: str | None, error: BaseException) -> None:
+def _write_error(error: BaseException) -> None:
     """Write the error file that the agent and :mod:`paceline.launch.failure` read."""
-    if not path:
-        return
     now = time.time()
     report = {
         # The agent's own format…
@@ -152,24 +151,24 @@ def _write_error(path: str | None, error: BaseException) -> None:
         "time": now,
         "lost_peer": _says_peer_is_lost(error),
     }
-    _write_quiet_point(path)
-    part = f"{path}.part"
-    Path(part).write_text(json.dumps(report), encoding="utf-8")
-    os.rename(part, path)  # the launcher never sees half a report
+    _write_quiet_point()
+    _write_whole(os.environ[ERROR_FILE], json.dumps(report))
 
 
-def _write_quiet_point(error_file: str | None) -> None:
+def _write_quiet_point() -> None:
     """Note how far this rank's output goes that the console should still show.
 
     Written before the traceback goes to the log: the launcher shows that one itself, at the end.
     """
-    if not error_file:
-        return
     sys.stdout.flush()
     sys.stderr.flush()
-    part = f"{error_file}.quiet.part"
-    Path(part).write_text(str(os.path.getsize(os.environ[LOG_FILE])))
-    os.rename(part, f"{error_file}.quiet")
+    _write_whole(f"{os.environ[ERROR_FILE]}.quiet", str(os.path.getsize(os.environ[LOG_FILE])))
+
+
+def _write_whole(path: str, text: str) -> None:
+    """Write a file that the launcher, which is looking for it, never sees half of."""
+    Path(f"{path}.part").write_text(text, encoding="utf-8")
+    os.rename(f"{path}.part", path)
 
 
 def _summary(error: BaseException) -> str:

@@ -47,7 +47,8 @@ class MLflow(Recorder):
         params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.check_installed()
+        if importlib.util.find_spec("mlflow") is None:
+            raise MissingExtra("MLflow", "mlflow")
         self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
         self._experiment = experiment
         self._run_name = run_name
@@ -55,12 +56,6 @@ class MLflow(Recorder):
         self._params = dict(params or {})
         self._session: _Session | None = None
         self._ended = "KILLED"
-
-    @staticmethod
-    def check_installed() -> None:
-        """Raise :class:`MissingExtra` unless MLflow is installed."""
-        if importlib.util.find_spec("mlflow") is None:
-            raise MissingExtra("MLflow", "mlflow")
 
     def record(self, events: Sequence[Event]) -> None:
         """Log the numbers in ``events``, in as few requests as possible."""

@@ -27,15 +27,10 @@ class TensorBoard(Recorder):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__()
-        self.check_installed()
-        self._folder = os.fspath(folder)
-        self._writer: SummaryWriter | None = None
-
-    @staticmethod
-    def check_installed() -> None:
-        """Raise :class:`MissingExtra` unless TensorBoard is installed."""
         if importlib.util.find_spec("tensorboard") is None:
             raise MissingExtra("TensorBoard", "tensorboard")
+        self._folder = os.fspath(folder)
+        self._writer: SummaryWriter | None = None
 
     def record(self, events: Sequence[Event]) -> None:
         """Write the numbers in ``events``."""

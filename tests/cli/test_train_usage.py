@@ -1,0 +1,168 @@
+"""``paceline train``: what it refuses before any process starts, and in which words."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.config import dump, load, resolve
+from paceline.events import EventLog, RunFinished
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paceline.config.checks.count_gpus", lambda: 0)
+    monkeypatch.setattr("paceline.config.resolving.count_gpus", lambda: 0)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    def never(job: object) -> None:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr("paceline.launch.local.launch", never)
+    monkeypatch.setattr(sys, "argv", ["paceline", "train", *arguments])
+
+
+def train(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    """Run the command; its status and what it wrote, which starts no process."""
+    refuse(monkeypatch, *arguments)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problems"),
+    [
+        (["--on", "slurm"], ["--on slurm: not available; this version starts ranks on: local"]),
+        (
+            ["--script", "s.py", "c.yaml", "--layout", "dp=2", "--set", "a=b", "--resume", "r"],
+            [
+                "--script s.py with CONFIG c.yaml: give one or the other; arguments of the script "
+                "go after --",
+                "--layout dp=2: for configs only; the script decides for itself",
+                "--set a=b: for configs only; the script decides for itself",
+                "--resume r: for configs only; the script decides for itself",
+                "--resume r with CONFIG c.yaml: a run folder has its own config; change values of "
+                "it with --set",
+            ],
+        ),
+        (
+            ["c.yaml", "--", "--its", "arg"],
+            ["--its arg: arguments after -- are for a script; name it with --script FILE"],
+        ),
+        (["a.yaml", "b.yaml"], ["one CONFIG at most; got a.yaml, b.yaml"]),
+        (
+            ["--resume", "r", "--run-dir", "d"],
+            ["--resume r with --run-dir d: a resumed run stays in its folder; leave --run-dir out"],
+        ),
+        (["--script", "nowhere.py"], ["--script nowhere.py: there is no such file"]),
+        (["--resume", "nowhere"], ["run folder 'nowhere' does not exist."]),
+        (["c.yaml"], ["c.yaml: no such file"]),
+        (
+            ["--nproc", "0", "--set", "train.stepz=3", "--max-restarts", "x"],
+            [
+                "--nproc 0: launch.nproc must be a whole number, 1 or more, or 'auto'; got 0",
+                "--max-restarts x: launch.max_restarts must be a whole number, 0 or more; got the "
+                "string 'x'",
+                "--set train.stepz=3: unknown key 'train.stepz'; did you mean 'train.steps'?",
+            ],
+        ),
+        (
+            ["--nproc", "2", "--layout", "dp=3"],
+            [
+                "--layout dp=3: layout 'dp=3' needs 3 ranks, but launch.nproc=2; make them agree, "
+                "or leave one of them at auto"
+            ],
+        ),
+    ],
+)
+def test_wrong_usage_is_refused_all_at_once(
+    arguments: list[str],
+    problems: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    status, out, err = train(monkeypatch, capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert sorted(err.splitlines()) == sorted(problems)
+    assert list(tmp_path.iterdir()) == [], "no run folder is left behind"
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5"])
+def test_a_script_needs_a_whole_number_of_ranks(
+    nproc: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "s.py").touch()
+    status, _, err = train(monkeypatch, capsys, "--script", "s.py", f"--nproc={nproc}")
+    assert status == 2
+    assert f"--nproc {nproc}: launch.nproc must be a whole number, 1 or more" in err
+
+
+def test_a_taken_run_folder_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.yaml").write_text("precious")
+    status, _, err = train(monkeypatch, capsys, "--run-dir", "taken")
+    assert status == 2
+    assert "run folder 'taken' is not empty" in err
+    assert "paceline train --resume taken" in err
+    assert [p.name for p in (tmp_path / "taken").iterdir()] == ["config.yaml"]
+    assert (tmp_path / "taken" / "config.yaml").read_text() == "precious"
+
+
+@pytest.mark.parametrize("extra", ["tensorboard", "mlflow"])
+def test_a_missing_extra_is_named_before_anything_is_made(
+    extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    find = importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == extra else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    status, _, err = train(monkeypatch, capsys, "--set", f"track.{extra}=true")
+    assert status == 2
+    assert err.endswith(f"is not installed; pip install 'paceline[{extra}]'\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_says_so_and_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "my run"
+    run.mkdir()
+    (run / "config.yaml").write_text(dump(resolve(load(None, ["train.steps=50"]))))
+    log = EventLog(run)
+    log.write(RunFinished(reason="done", step=50, epoch=0, samples=1, seconds=1.0))
+    log.close()
+    refuse(monkeypatch, "--resume", "my run")
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert not caught.value.code
+    assert capsys.readouterr().out == (
+        "my run is already finished, at step 50.\n"
+        "To train it longer: paceline train --resume 'my run' --set train.steps=100\n"
+    )
+
+
+def test_ctrl_c_before_the_ranks_are_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.config.load", interrupted)
+    status, _, err = train(monkeypatch, capsys)
+    assert (status, err) == (130, "interrupted before the ranks were started\n")
