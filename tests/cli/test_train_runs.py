@@ -151,7 +151,7 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(folder: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "SIGINT: the ranks have 15 s to save and leave" in err
+    assert "stopping (SIGINT): the ranks have 15 s to save and leave" in err
     assert "Traceback" not in out + err
     last = steps_of(run)[-1]
     saved = next(e for e in events.read(run) if isinstance(e, CheckpointSaved))
@@ -217,3 +217,31 @@ def test_a_script_gets_its_arguments_and_hands_on_its_status(folder: Path) -> No
     assert "Rank 1 of 2 failed: exited with code 3" in done.stderr
     (log,) = (folder / "runs").glob("script-*/logs/rank1.log")
     assert log.read_text() == done.stdout
+
+
+def test_the_example_script_trains(folder: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "torchrun_script.py"
+    done = train(folder, "--script", str(example), "--nproc", "2", "--", "--steps", "40")
+    assert (done.returncode, done.stderr) == (0, "")
+    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
+    assert len(losses) == 4
+    assert losses[-1] < 0.01 * losses[0]
+
+
+def test_a_console_that_is_gone_is_not_the_runs_fault(folder: Path) -> None:
+    """As in ``paceline train … | head -1``."""
+    process = subprocess.Popen(
+        command("tiny.yaml", "--run-dir", "r", "--nproc", "1"),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=60), said) == (0, b"")
+    assert steps_of(folder / "r") == list(range(1, 13))

@@ -100,7 +100,7 @@ def test_ranks_may_save_and_leave(
     launched.send(signum)  # the echo of a wrapper, not an impatient user
     code, said = launched.end()
     assert code == status
-    assert f"{signum.name}: the ranks have 30 s to save and leave" in said
+    assert f"stopping ({signum.name}): the ranks have 30 s to save and leave" in said
     # Their loader workers were not disturbed while they did.
     assert launched.saved() == [f"{seen_by_ranks}, child alive"] * 2
 

@@ -40,7 +40,8 @@ def test_the_testing_guide(ranks, capsys):
 
 
 @pytest.mark.world(1, 2)
-def test_the_collectives_example(ranks, world_size, capsys):
+def test_the_collectives_example(ranks, world_size, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # two ranks may not share one GPU
     example = str(ROOT / "examples" / "world_collectives.py")
     ranks(lambda: runpy.run_path(example, run_name="__main__") and None, join=False)
     lines = capsys.readouterr().out.splitlines()

@@ -300,7 +300,7 @@ def test_a_rank_that_is_taken_is_refused(ranks):
     def job():
         with World.init(device="cpu") as world:
             if world.rank == 0:
-                child = python("import paceline; paceline.World.init(timeout=5)")
+                child = python("import paceline; paceline.World.init(timeout=5, device='cpu')")
                 assert child.returncode == 1
                 assert "RANK=0 has already joined at 127.0.0.1:" in child.stderr
             collectives.barrier(timeout=50)
@@ -339,7 +339,7 @@ def test_a_world_by_hand_without_an_agent():
         import torch
         from paceline.world import World, collectives
         for _ in range(2):
-            with World.init(timeout=30) as world:
+            with World.init(timeout=30, device="cpu") as world:
                 total = collectives.all_reduce(torch.tensor([world.rank + 1])).item()
         print(world.rank, total)
     """
@@ -364,7 +364,7 @@ def test_leaving_without_close_is_quiet():
     done = python(
         """
         import paceline
-        world = paceline.World.init()
+        world = paceline.World.init(device="cpu")
         assert world.backend == "gloo"
         """,
         **place,

@@ -221,7 +221,7 @@ def _run_script(request: _Request) -> None:
 
 
 def _run_config(request: _Request) -> None:
-    from paceline.cli.train_report import is_finished, say_done
+    from paceline.cli.train_report import is_finished, say_done, tell
     from paceline.config import dump, load, resolve, summary
     from paceline.launch.run_folder import new_run, new_run_at, open_run
 
@@ -238,8 +238,8 @@ def _run_config(request: _Request) -> None:
         run = new_run_at(request.run_dir) if request.run_dir else new_run(root, name)
     with run.in_use():
         run.save_config(dump(config))
-        typer.echo(summary(config))
-        typer.echo(f"run folder: {run}")
+        tell(summary(config))
+        tell(f"run folder: {run}")
         _launch(config, run, resume=request.resume is not None)
     say_done(config, run)
 

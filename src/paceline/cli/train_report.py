@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 from typing import NoReturn
-
-import typer
 
 from paceline.config import Config
 from paceline.launch.run_folder import RunFolder
 from paceline.track.summary import Summary
+
+
+def tell(line: str = "") -> None:
+    """Print a line; a console that is gone (closed pipe, hung-up terminal) is not the run's fault.
+
+    Without this, a run that ended well would leave with the status of a broken pipe.
+    """
+    try:
+        print(line, flush=True)
+    except OSError:
+        # Or else Python itself complains when it flushes the stream at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def is_finished(run: RunFolder, stored: Config, config: Config) -> bool:
@@ -23,27 +34,27 @@ def is_finished(run: RunFolder, stored: Config, config: Config) -> bool:
     )
     if finished is None or finished.reason == "interrupted" or not same_length:
         return False
-    typer.echo(f"{run} is already finished, at step {finished.step}.")
-    typer.echo(f"To train it longer: {_longer(config, run)}")
+    tell(f"{run} is already finished, at step {finished.step}.")
+    tell(f"To train it longer: {_longer(config, run)}")
     return True
 
 
 def say_done(config: Config, run: RunFolder) -> None:
     """What the run achieved, where it lies, and what to try next."""
-    typer.echo("")
+    tell()
     for line in Summary.read(run.path).lines():
-        typer.echo(line)
-    typer.echo(f"  run folder       {run}")
-    typer.echo("")
-    typer.echo("What next:")
-    typer.echo(f"  train longer     {_longer(config, run)}")
+        tell(line)
+    tell(f"  run folder       {run}")
+    tell()
+    tell("What next:")
+    tell(f"  train longer     {_longer(config, run)}")
     if config.track.tensorboard:
-        typer.echo(f"  see the curves   tensorboard --logdir {_quoted(run.tensorboard)}")
+        tell(f"  see the curves   tensorboard --logdir {_quoted(run.tensorboard)}")
     else:
-        typer.echo("  see the curves   paceline train --set track.tensorboard=true")
+        tell("  see the curves   paceline train --set track.tensorboard=true")
     if config.track.mlflow is not None:
-        typer.echo(f"                   mlflow ui --backend-store-uri {mlflow_uri(config, run)}")
-    typer.echo("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
+        tell(f"                   mlflow ui --backend-store-uri {mlflow_uri(config, run)}")
+    tell("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
 
 
 def say_stopped(run: RunFolder, stop: KeyboardInterrupt | SystemExit) -> NoReturn:
@@ -54,12 +65,12 @@ def say_stopped(run: RunFolder, stop: KeyboardInterrupt | SystemExit) -> NoRetur
         where = f"stopped at step {summary.step.step}"
     saved = summary.checkpoint
     if saved is None:
-        typer.echo(f"{where}; nothing had been saved yet")
+        tell(f"{where}; nothing had been saved yet")
     elif summary.step is None or saved.step >= summary.step.step:
-        typer.echo(f"{where}; saved to {saved.path}")
+        tell(f"{where}; saved to {saved.path}")
     else:
-        typer.echo(f"{where}; the last checkpoint is of step {saved.step}: {saved.path}")
-    typer.echo(resume_hint(run))
+        tell(f"{where}; the last checkpoint is of step {saved.step}: {saved.path}")
+    tell(resume_hint(run))
     raise SystemExit(exit_status(stop)) from None
 
 

@@ -168,14 +168,13 @@ class _Launch:
         return self._outcome(signals)
 
     def _supervise(self, thread: threading.Thread, signals: _Signals) -> None:
-        stopping = killed = False
+        stopping = False
         while not self._over(thread, signals):
             if signals.first is not None and not stopping:
                 stopping = True
                 self.agent.request_stop(_passed_on(signals.first))
                 self._say_stopping(signals.first)
-            if signals.insisted and not killed:
-                killed = True
+            if signals.insisted:
                 self.agent.kill()
             self.agent.kill_overdue()
             signals.note_end_of_program()
@@ -237,7 +236,7 @@ class _Launch:
 
     def _say_stopping(self, signum: signal.Signals) -> None:
         self._say(
-            f"{signum.name}: the ranks have {self.job.grace:g} s to save and leave; "
+            f"stopping ({signum.name}): the ranks have {self.job.grace:g} s to save and leave; "
             "once more kills them at once."
         )
 

@@ -60,29 +60,34 @@ class JobRun:
         # A function that joins by torch's own means needs a store that nobody has used before.
         store = None if join else serve_store()
         port = self._server.store_port if store is None else store.port
-        for number, rank in enumerate(self._ranks):
-            job = Job(
-                call=call,
-                environ=rank_environment(number, len(self._ranks), port),
-                folder=os.getcwd(),
-                path=sys.path[:],
-                join=join,
-                device=device,
-                # Longer than the job's own limit: a hang is then reported here, with stacks.
-                timeout=self._timeout + 60,
-                store_port=self._server.store_port,
-                number=self._number,
-            )
-            rank.send(pickle.dumps(job))
-        self._wait_for_ends()
-        failure = self._first_failure() or self._hang()
-        leak = self._clean_up()
+        try:
+            for number, rank in enumerate(self._ranks):
+                rank.send(pickle.dumps(self._job(call, number, port, join=join, device=device)))
+            self._wait_for_ends()
+            failure = self._first_failure() or self._hang()
+            leak = self._clean_up()
+        finally:
+            del store  # and its port: an exception that is kept keeps this frame
         if failure is not None:
             raise failure
         if leak is not None:
             raise leak
         ends: list[Any] = [self._ends[number] for number in range(len(self._ranks))]
         return [pickle.loads(end.result) for end in ends]
+
+    def _job(self, call: bytes, number: int, port: int, *, join: bool, device: str) -> Job:
+        return Job(
+            call=call,
+            environ=rank_environment(number, len(self._ranks), port),
+            folder=os.getcwd(),
+            path=sys.path[:],
+            join=join,
+            device=device,
+            # Longer than the job's own limit: a hang is then reported here, with stacks.
+            timeout=self._timeout + 60,
+            store_port=self._server.store_port,
+            number=self._number,
+        )
 
     def _wait_for_ends(self) -> None:
         """Until every rank has reported or died, or the time is up (sooner once one failed)."""

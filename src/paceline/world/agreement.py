@@ -47,19 +47,19 @@ def meet(
         return [number]
     said = f"refused: {problem}" if problem is not None else call
     mine = torch.tensor([group.next_call(), _fingerprint(said), number], dtype=torch.int64)
-    everyone = _gather(group, mine, call, timeout)
-    table = torch.stack(everyone)
-    if bool((table[:, :2] == table[0, :2]).all()):
+    rows = _gather(group, mine, call, timeout).tolist()
+    if all(row[:2] == rows[0][:2] for row in rows):
         if problem is not None:
             raise problem
-        return [int(n) for n in table[:, 2]]
+        return [row[2] for row in rows]
     calls = _exchange_words(group, said, call, timeout)
     if problem is not None:
         raise problem
     lines = [f"  rank {rank}: {words}" for rank, words in zip(group.ranks, calls, strict=True)]
     if len(set(calls)) == 1:
-        counts = table[:, 0].tolist()
-        lines = [f"{line} (call {n} of this group)" for line, n in zip(lines, counts, strict=True)]
+        lines = [
+            f"{line} (call {row[0]} of this group)" for line, row in zip(lines, rows, strict=True)
+        ]
     raise CollectiveMismatch(
         "ranks met in one collective with different calls:\n"
         + "\n".join(lines)
@@ -97,10 +97,8 @@ def _fingerprint(words: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _gather(
-    group: Group, mine: torch.Tensor, call: str, timeout: timedelta | None
-) -> list[torch.Tensor]:
-    """Everyone's ``mine``, a flat tensor of a few bytes.
+def _gather(group: Group, mine: torch.Tensor, call: str, timeout: timedelta | None) -> torch.Tensor:
+    """One row for each rank: its ``mine``, a flat tensor of a few bytes.
 
     All to all, not all_gather: Gloo passes the latter around a ring, one rank after the other,
     which for so little data takes twice as long.
@@ -111,11 +109,11 @@ def _gather(
             everyone, mine.repeat(group.size), group=group.cpu_group, async_op=True
         )
         work.wait() if timeout is None else work.wait(timeout)
-    return list(everyone.chunk(group.size))
+    return everyone.view(group.size, -1)
 
 
 def _exchange_words(group: Group, said: str, call: str, timeout: timedelta | None) -> list[str]:
     data = said.encode()[:_WORDS].ljust(_WORDS, b"\0")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    everyone = _gather(group, mine, call, timeout)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in everyone]
+    rows = _gather(group, mine, call, timeout).tolist()
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
