@@ -50,7 +50,10 @@ def prepare(
     prepared = None if loader is None else PreparedLoader(_as_loader(loader, seed), model, world)
     wrapped = spread(model, layout, world.device)
     if isinstance(wrapped, DistributedDataParallel):
-        wrapped.register_comm_hook(_Weights(prepared, world.size), _average_by_samples)
+        # DDP compares a hook's annotations with classes, and ours are strings: a lambda has none.
+        wrapped.register_comm_hook(
+            _Weights(prepared, world.size), lambda weights, bucket: _average(weights, bucket)
+        )
     return wrapped, optimizer, prepared
 
 
@@ -100,7 +103,7 @@ class _Weights:
         return 1 / self.world_size if share is None else share.samples / share.global_samples
 
 
-def _average_by_samples(weights: _Weights, bucket: Any) -> torch.futures.Future[Tensor]:
+def _average(weights: _Weights, bucket: Any) -> torch.futures.Future[Tensor]:
     weight = weights.own()
     # A placeholder's gradient may be NaN, and NaN times zero is NaN.
     buffer = bucket.buffer().mul_(weight) if weight else bucket.buffer().zero_()

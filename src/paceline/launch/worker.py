@@ -172,7 +172,9 @@ def _write_whole(path: str, text: str) -> None:
 
 
 def _summary(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
+    # A syntax error comes with the place, in indented lines before its name.
+    parts = traceback.format_exception_only(error)
+    return "".join(part for part in parts if not part.startswith(" ")).strip()
 
 
 def _traceback(error: BaseException) -> str:
