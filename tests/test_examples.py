@@ -22,9 +22,22 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+# Those that are started by a launcher have tests of their own below.
+ALONE = sorted(
+    path.name
+    for path in EXAMPLES.glob("*.py")
+    if path.name not in ("engine_loop.py", "prepare_loop.py", "torchrun_script.py")
+)
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_runs_alone(name: str, tmp_path: Path) -> None:
     assert run(sys.executable, EXAMPLES / name, cwd=tmp_path).strip()
+
+
+def test_torchrun_script_runs_unchanged(tmp_path: Path) -> None:
+    script = EXAMPLES / "torchrun_script.py"
+    assert run(*LAUNCH, script, "--nproc", "2", cwd=tmp_path).strip()
 
 
 def test_engine_loop_prints_the_same_losses_on_two_ranks(tmp_path: Path) -> None:

@@ -219,15 +219,6 @@ def test_a_script_gets_its_arguments_and_hands_on_its_status(folder: Path) -> No
     assert log.read_text() == done.stdout
 
 
-def test_the_example_script_trains(folder: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "torchrun_script.py"
-    done = train(folder, "--script", str(example), "--nproc", "2", "--", "--steps", "40")
-    assert (done.returncode, done.stderr) == (0, "")
-    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
-    assert len(losses) == 4
-    assert losses[-1] < 0.01 * losses[0]
-
-
 def test_a_console_that_is_gone_is_not_the_runs_fault(folder: Path) -> None:
     """As in ``paceline train … | head -1``."""
     process = subprocess.Popen(

@@ -47,10 +47,3 @@ def test_the_collectives_example(ranks, world_size, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"[rank 0] {world_size} rank(s) on ")
     assert len(lines) == world_size + 2  # only rank 0 speaks
-
-
-def test_the_rank_pool_example(capsys):
-    runpy.run_path(str(ROOT / "examples" / "world_rank_pool.py"))
-    out = capsys.readouterr().out
-    assert out.startswith("2 ranks: [1, 1]\n3 ranks: [3, 1, 3]\n4 ranks: [6, 1, 3, 6]\n")
-    assert "rank 1: all_reduce(sum) of float32 (4,)" in out

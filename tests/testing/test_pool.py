@@ -255,6 +255,17 @@ def test_assertions_in_ranks_explain_themselves(ranks):
     assert "assert [1, 2, 1] == [1, 2, 0]" in str(caught.value)
 
 
+@pytest.mark.world(2)
+def test_a_forked_child_that_comes_back_from_the_job_is_no_rank(ranks):
+    def job():
+        child = os.fork()
+        if child == 0:
+            raise ValueError("in the child")
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert ranks(job) == [1, 1]
+
+
 # ---- nothing is carried over
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -172,6 +174,25 @@ def test_objects_travel(ranks):
     ranks(job)
 
 
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.world(2)
+def test_objects_of_classes_that_no_rank_can_import(ranks):
+    """A class of a script, a notebook or a test, and what only cloudpickle can pickle."""
+
+    def job():
+        rank = World.current().rank
+        points = collectives.all_gather_object(Point(rank))
+        assert all(type(point) is Point for point in points)
+        double = collectives.broadcast_object((lambda x: 2 * x) if rank == 0 else None)
+        return [point.x for point in points], double(4)
+
+    assert ranks(job) == [([0, 1], 8)] * 2
+
+
 @pytest.mark.world(2)
 def test_large_tensors_survive(ranks):
     def job():
@@ -218,7 +239,7 @@ WRONG_CALLS = [
     (lambda: collectives.scatter_object([1, 2, 3]), r"a list of 2 objects.*got 3 objects"),
     (lambda: collectives.all_to_all([torch.ones(1)]), r"a list of 2 tensors.*got 1"),
     (lambda: collectives.all_to_all(torch.ones(2)), r"a list of 2 tensors.*got a Tensor"),
-    (lambda: collectives.all_gather_object(lambda: 0), r"this function cannot be pickled"),
+    (lambda: collectives.all_gather_object(threading.Lock()), r"this lock cannot be pickled"),
     (lambda: collectives.all_gather([1, 2]), r"takes a torch.Tensor, not list"),
     (lambda: collectives.barrier(timeout=0), r"timeout=0 must be a number of seconds above 0"),
     (lambda: collectives.all_gather(torch.ones(1), group=[0]), r"made by world.group.*not a list"),

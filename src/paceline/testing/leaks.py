@@ -19,11 +19,12 @@ from pathlib import Path
 
 from paceline.testing.process import LEAK_TAG, live_servers
 from paceline.testing.processes import (
+    ancestors,
     command_line,
-    descendants,
+    is_alive,
     listening_ports,
-    parents,
-    started_with,
+    pids,
+    was_started_with,
 )
 
 _SECONDS_TO_END = 2.0
@@ -47,7 +48,7 @@ class LeakCheck:
         self._folder = os.getcwd()
         self._files = _files(self._folder)
         self._ports = listening_ports()
-        self._processes = descendants(os.getpid(), parents())
+        self._processes = pids()
         self._dtype = _default_dtype()
         self._had_group = _has_process_group()
 
@@ -83,16 +84,16 @@ class LeakCheck:
         return lines
 
     def _new_processes(self) -> dict[int, str]:
-        tree = parents()
+        """Ours by descent, or by the tag; those of a pool of ranks are the pool's business."""
         pools = {server.pid for server in live_servers()}
-        ours = pools.union(*(descendants(pid, tree) for pid in pools))
-        found = descendants(os.getpid(), tree) | started_with(LEAK_TAG, self._tag)
-        commands = {pid: command_line(pid) for pid in found - self._processes - ours}
-        return {
-            pid: command
-            for pid, command in sorted(commands.items())
-            if not any(helper in command for helper in _HELPERS)
-        }
+        found = {}
+        for pid in sorted(pids() - self._processes - pools):
+            above = ancestors(pid)
+            ours = os.getpid() in above or was_started_with(pid, LEAK_TAG, self._tag)
+            command = command_line(pid)
+            if ours and is_alive(pid) and not pools & set(above) and not _is_helper(command):
+                found[pid] = command
+        return found
 
     def _leaked_ports(self) -> list[str]:
         if not self._new_ports():
@@ -142,6 +143,10 @@ class LeakCheck:
 def _files(folder: str) -> set[str]:
     """Names in ``folder``; caches and other hidden files are nobody's leak."""
     return {name for name in os.listdir(folder) if not name.startswith((".", "__pycache__"))}
+
+
+def _is_helper(command: str) -> bool:
+    return any(helper in command for helper in _HELPERS)
 
 
 def _has_process_group() -> bool:

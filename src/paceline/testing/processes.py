@@ -9,41 +9,34 @@ from pathlib import Path
 _PROC = Path("/proc")
 
 
+def pids() -> set[int]:
+    """Every process there is."""
+    return {int(entry.name) for entry in _PROC.glob("[0-9]*")}
+
+
 def children() -> dict[int, str]:
     """Live child processes of this one, by id, with their command lines."""
-    return {pid: command_line(pid) for pid, parent in parents().items() if parent == os.getpid()}
-
-
-def parents() -> dict[int, int]:
-    """The parent of every live process."""
-    found = {}
-    for entry in _PROC.glob("[0-9]*/stat"):
+    found: list[int] = []
+    for listing in _PROC.glob("self/task/*/children"):
         try:
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # gone in the meantime
+            found += map(int, listing.read_text().split())
+        except OSError:  # the thread has ended
             continue
-        if state not in "ZX":
-            found[int(entry.parent.name)] = int(parent)
-    return found
+    return {pid: command_line(pid) for pid in found if is_alive(pid)}
 
 
-def descendants(root: int, tree: dict[int, int]) -> set[int]:
-    """The live processes below ``root``, by the parents in ``tree``."""
-    found: set[int] = set()
-    wave = {root}
-    while wave:
-        wave = {pid for pid, parent in tree.items() if parent in wave}
-        found |= wave
+def ancestors(pid: int) -> list[int]:
+    """The parent of a process, its parent, and so on."""
+    found = []
+    while (stat := _stat(pid)) is not None and (pid := int(stat[1])) > 0:
+        found.append(pid)
     return found
 
 
 def is_alive(pid: int) -> bool:
     """Whether the process exists and has not ended (a zombie has)."""
-    try:
-        stat = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX"
 
 
 def command_line(pid: int) -> str:
@@ -55,18 +48,14 @@ def command_line(pid: int) -> str:
     return b" ".join(words).decode(errors="replace")[:120] or "?"
 
 
-def started_with(variable: str, value: str) -> set[int]:
-    """The live processes that were started with ``value`` in the environment's ``variable``."""
+def was_started_with(pid: int, variable: str, value: str) -> bool:
+    """Whether a process was started with ``value`` in the environment's ``variable``."""
+    try:
+        environ = (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:  # gone, or another user's
+        return False
     name, wanted = f"{variable}=".encode(), value.encode()
-    found = set()
-    for pid in parents():
-        try:
-            environ = (_PROC / str(pid) / "environ").read_bytes()
-        except OSError:  # gone, or another user's
-            continue
-        if any(entry.startswith(name) and wanted in entry for entry in environ.split(b"\0")):
-            found.add(pid)
-    return found
+    return any(entry.startswith(name) and wanted in entry for entry in environ.split(b"\0"))
 
 
 def listening_ports() -> dict[str, int]:
@@ -89,3 +78,12 @@ def listening_ports() -> dict[str, int]:
         if match := re.fullmatch(r"socket:\[(\d+)\]", link):
             own.add(match[1])
     return {socket: port for socket, port in listening.items() if socket in own}
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent and the rest of what the kernel says of a process; ``None`` when it is gone."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()

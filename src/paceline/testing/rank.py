@@ -94,6 +94,7 @@ def _redirect_output(path: Path) -> int:
 
 
 def _run(job: Job) -> Outcome:
+    process = os.getpid()
     try:
         os.environ.clear()
         os.environ.update(job.environ)
@@ -104,8 +105,13 @@ def _run(job: Job) -> Outcome:
             _lend_store(job)
             World.init(device=job.device, timeout=job.timeout)
         result = function(*arguments)
+        if os.getpid() != process:
+            os._exit(0)  # a child that the job forked came back from it: only its parent reports
         return Outcome(result=_pickled_result(result))
     except BaseException as error:  # a job may raise anything, SystemExit too; the rank lives on
+        if os.getpid() != process:
+            traceback.print_exc()
+            os._exit(1)
         now = time.monotonic()
         outcome = Outcome(
             error=_pickled_error(error),

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -226,6 +227,10 @@ def _pickled(obj: Any, call: str) -> tuple[bytes, WorldError | None]:
     """The pickle of ``obj``, or why there is none (pickling may raise anything)."""
     try:
         return pickle.dumps(obj), None
+    except Exception:
+        pass  # it may hold a lambda, or a class that travelled to the ranks by value
+    try:
+        return cloudpickle.dumps(obj), None
     except Exception as error:
         return b"", WorldError(
             f"{call}: this {type(obj).__name__} cannot be pickled: {type(error).__name__}: {error}"
