@@ -1,7 +1,7 @@
 """Your own loop on any number of ranks; run it alone or with `paceline train --script`.
 
-    python engine_loop.py
-    paceline train --script engine_loop.py --nproc 2
+python engine_loop.py
+paceline train --script engine_loop.py --nproc 2
 """
 
 import torch

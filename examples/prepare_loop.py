@@ -1,7 +1,7 @@
 """Keep your own `loss.backward()`: `prepare` spreads the parts over the ranks.
 
-    python prepare_loop.py
-    paceline train --script prepare_loop.py --nproc 3
+python prepare_loop.py
+paceline train --script prepare_loop.py --nproc 3
 """
 
 import torch

@@ -460,3 +460,24 @@ def test_world_of_one_warns_about_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer().fit(dataset(), dataset(), epochs=1)
+
+
+def test_a_broken_tracker_does_not_harm_the_run(tmp_path: Path) -> None:
+    class Broken:
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def handle(self, event: Any) -> None:
+            self.seen += 1
+            raise OSError("no space left")
+
+        def close(self) -> None:
+            raise AssertionError("never reached")
+
+    broken = Broken()
+    assert trainer(tmp_path, trackers=[broken]).fit(dataset(), steps=2).reason == "done"
+    assert broken.seen == 1
+    notes = [e.message for e in events.read(tmp_path) if isinstance(e, events.Note)]
+    assert notes == [
+        "Broken stopped recording (OSError: no space left). The run goes on without it."
+    ]

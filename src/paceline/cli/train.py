@@ -209,6 +209,7 @@ def _run_script(request: _Request) -> None:
         nproc=config.launch.nproc,
         log_dir=run.logs,
         max_restarts=config.launch.max_restarts,
+        grace=config.launch.grace,
     )
     try:
         launch(job)
@@ -256,6 +257,7 @@ def _launch(config: Config, run: RunFolder, *, resume: bool) -> None:
         nproc=config.launch.nproc,
         log_dir=run.logs,
         max_restarts=config.launch.max_restarts,
+        grace=config.launch.grace,
         events_dir=run.path,
     )
     try:

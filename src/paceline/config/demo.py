@@ -11,18 +11,18 @@ from typing import Any, Final
 MODEL: Final = "paceline.models.gpt:GPT"
 MODEL_ARGS: Final[dict[str, Any]] = {
     "vocab_size": 256,
-    "context": 128,
-    "layers": 4,
+    "context": 64,
+    "layers": 3,
     "heads": 4,
     "width": 128,
     "dropout": 0.0,
 }
 LOSS: Final = "paceline.models.gpt:token_cross_entropy"
 DATA: Final = "paceline.data.text:stdlib_source"
-DATA_ARGS: Final[dict[str, Any]] = {"context": 128}
-LR: Final = 1e-3
+DATA_ARGS: Final[dict[str, Any]] = {"context": 64, "val_fraction": 0.01}
+LR: Final = 3e-3
 WARMUP_STEPS: Final = 20
 MIN_RATIO: Final = 0.1
 GLOBAL_BATCH: Final = 32
-STEPS: Final = 300
+STEPS: Final = 250
 CLIP_NORM: Final = 1.0

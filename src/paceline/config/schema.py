@@ -227,6 +227,11 @@ class Launch(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where there is a GPU, else cpu."
     )
+    grace: float = Field(
+        default=15.0,
+        gt=0,
+        description="Seconds the ranks have to save and leave after Ctrl-C or SIGTERM.",
+    )
     timeout: float = Field(
         default=600.0, gt=0, description="Seconds a rank waits for the others before giving up."
     )

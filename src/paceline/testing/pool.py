@@ -69,7 +69,7 @@ class RankPool:
 
         When a rank raises, exits, crashes or outlasts ``timeout`` seconds (default: the pool's),
         :class:`~paceline.errors.RankFailed` is raised for the first that did, with its traceback,
-        and with the original exception as its cause. Broken ranks are replaced.
+        and with the original exception as its cause. The ranks of that job are replaced.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ValueError(f"world_size={world_size!r} must be a whole number, 1 or more.")

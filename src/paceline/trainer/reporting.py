@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.events import Event, EventLog
+from paceline.events import Event, EventLog, Note
 from paceline.track import Tracker
 from paceline.trainer.history import History
 
@@ -25,12 +25,26 @@ class Reporter:
         self.history.add(event)
         if self._log is not None:
             self._log.write(event)
-        for tracker in self._trackers:
-            tracker.handle(event)
+        for tracker in list(self._trackers):
+            self._shielded(tracker, lambda tracker=tracker: tracker.handle(event))
 
     def close(self) -> None:
         """Let the trackers finish and close the log."""
-        for tracker in self._trackers:
-            tracker.close()
+        for tracker in list(self._trackers):
+            self._shielded(tracker, tracker.close)
         if self._log is not None:
             self._log.close()
+
+    def _shielded(self, tracker: Tracker, call: Callable[[], None]) -> None:
+        """A tracker that raises gets no more events; the run says so and goes on."""
+        try:
+            call()
+        except Exception as error:
+            self._trackers.remove(tracker)
+            self.emit(
+                Note(
+                    level="warning",
+                    message=f"{type(tracker).__name__} stopped recording ({type(error).__name__}: "
+                    f"{error}). The run goes on without it.",
+                )
+            )
