@@ -1,4 +1,4 @@
-"""A model, a dataset, and two ranks brought up by the script itself: `python trainer_quickstart.py`.
+"""A model, a dataset, and two ranks that the script brings up: `python trainer_quickstart.py`.
 
 No launcher and no `if __name__ == "__main__"` are needed. Under a launcher (`paceline train
 --script`, torchrun) drop nproc: the script then joins the ranks it was started on.

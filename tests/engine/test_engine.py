@@ -56,6 +56,7 @@ def expected_update(loss: Any, batch: Any) -> torch.Tensor:
 
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+TINY_WEIGHTS = CLASS_WEIGHTS / 100  # their sum over a batch is below one
 LOSSES = {
     "module": (nn.CrossEntropyLoss(), F.cross_entropy),
     "function": (F.cross_entropy, F.cross_entropy),
@@ -64,6 +65,10 @@ LOSSES = {
         nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
         nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
     ),
+    "tiny class weights": (
+        nn.CrossEntropyLoss(weight=TINY_WEIGHTS),
+        nn.CrossEntropyLoss(weight=TINY_WEIGHTS),
+    ),
     "log-likelihood": (
         lambda o, t: (F.nll_loss(o.log_softmax(1), t, reduction="sum"), t.numel()),
         F.cross_entropy,
@@ -71,14 +76,17 @@ LOSSES = {
 }
 
 
+@pytest.mark.parametrize("microbatch", [None, 2])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.world(3)
-def test_gradient_is_the_mean_over_the_global_batch(ranks: Any, name: str) -> None:
+def test_gradient_is_the_mean_over_the_global_batch(
+    ranks: Any, name: str, microbatch: int | None
+) -> None:
     given, plain = LOSSES[name]
 
     def job() -> torch.Tensor:
         model = linear()
-        engine = paceline.Engine(model, loss=given, optimizer=sgd(model), microbatch=2)
+        engine = paceline.Engine(model, loss=given, optimizer=sgd(model), microbatch=microbatch)
         engine.step(my_slice(samples(7)))
         return model.weight.detach()
 
@@ -269,7 +277,10 @@ def test_nan_loss_stops_and_names_step_and_rank(ranks: Any) -> None:
         try:
             engine.step(my_slice((x, y)))
         except NonFiniteError as error:
-            return str(error), error.step, error.ranks, torch.equal(before, model.weight)
+            untouched = torch.equal(before, model.weight)
+            # Whoever catches it can go on: nothing of the bad gradient is left.
+            assert engine.step(my_slice(samples(4))).step == 2
+            return str(error), error.step, error.ranks, untouched
 
     for message, step, at, untouched in ranks(job):
         assert message == (

@@ -191,7 +191,7 @@ class Engine:
         if self._has_sync_norm:
             # Each forward is a collective: ranks with fewer microbatches fill up without items.
             most = torch.tensor(len(cut))
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.world.everyone.cpu_group)
             missing = int(most) - len(cut)
             cut, items = cut + cut[:1] * missing, items + [0] * missing
         dtype = self._precision.batch_dtype
@@ -219,7 +219,7 @@ class Engine:
                     divisor = local[1].clone()
                     if self.world.size > 1:
                         dist.all_reduce(divisor)
-                    divisor.clamp_(min=1)
+                    divisor.masked_fill_(divisor == 0, 1)  # nothing but padding so far
                 if last and self.world.size > 1:
                     world = local.clone()
                     work = dist.all_reduce(world, async_op=True)  # hidden behind the backward
@@ -310,6 +310,7 @@ class Engine:
         module = None if self._has_sync_norm else self._local
         problem = nonfinite.locate(module, parts, self._precision, sums.local, self.world)
         if self.options["nonfinite"] == "stop":
+            self.optimizer.zero_grad(set_to_none=True)
             raise problem.error(self.steps_done + 1)
         return problem
 
