@@ -603,3 +603,18 @@ def test_error_in_the_model_of_one_rank_is_that_error(ranks: Any) -> None:
 
     with pytest.raises(RankFailed, match="the user's own bug"):
         ranks(job)
+
+
+def test_compiled_model_trains_the_same_and_keeps_its_names(ranks: Any) -> None:
+    def job(compile: bool) -> Any:
+        model = linear()
+        engine = paceline.Engine(
+            model, loss=F.cross_entropy, optimizer=sgd(model, 0.1), compile=compile
+        )
+        losses = [engine.step(my_slice(samples(6))).loss for _ in range(3)]
+        return losses, sorted(engine.state_dict()["model"])
+
+    plain = ranks(job, False, world_size=2)[0]
+    compiled = ranks(job, True, world_size=2, timeout=150)[0]
+    assert compiled[0] == pytest.approx(plain[0], rel=1e-10)
+    assert compiled[1] == plain[1] == ["bias", "weight"]
