@@ -84,7 +84,6 @@ class JobRun:
             device=device,
             # Longer than the job's own limit: a hang is then reported here, with stacks.
             timeout=self._timeout + 60,
-            store_port=self._server.store_port,
             number=self._number,
         )
 
@@ -229,7 +228,10 @@ def server_environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not _is_launchers(k) and k != LEAK_TAG}
     # Ranks import the same paceline as this process, however that came to be on its path.
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    return {**kept, **_ONE_THREAD, "PYTHONPATH": path}
+    # Connecting to a store makes torch look up the name of this machine's own address. Where the
+    # name server does not answer, do not wait for it longer than need be.
+    resolver = {"RES_OPTIONS": "timeout:1 attempts:1"}
+    return {**resolver, **kept, **_ONE_THREAD, "PYTHONPATH": path}
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:

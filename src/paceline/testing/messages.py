@@ -17,10 +17,8 @@ class Job:
     join: bool
     device: str
     timeout: float
-    store_port: int
-    """Where the pool serves the store through which ranks of all jobs join."""
     number: int
-    """Counts the pool's jobs; each has its own part of that store."""
+    """Counts the pool's jobs; each has its own part of the pool's store."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class RankServer:
         """A new rank."""
         data, descriptors = b"", list[int]()
         with contextlib.suppress(ConnectionError):
-            self._control.sendall(REQUEST.pack(FORK, 0))
+            self._control.sendall(REQUEST.pack(FORK, self.store_port))
             data, descriptors, _, _ = socket.recv_fds(self._control, REPLY.size, 1)
         if len(data) != REPLY.size:
             raise LaunchError(

@@ -32,13 +32,16 @@ from paceline.world.world import leave
 
 _SECONDS_FOR_CHILDREN_TO_END = 2.0
 
-_connections: dict[int, TCPStore] = {}
 _traces: set[str] = set()
 """What jobs have done here that cannot be undone; the next job gets a fresh rank."""
 
 
-def serve(descriptor: int, folder: str) -> None:
-    """Run jobs from the socket ``descriptor`` until the pool closes it."""
+def serve(descriptor: int, folder: str, store_port: int) -> None:
+    """Run jobs from the socket ``descriptor`` until the pool closes it.
+
+    Worlds are joined through one connection to the pool's store, made here and kept: a new one for
+    each job would cost a name lookup inside torch, which may take seconds.
+    """
     connection = Connection(descriptor)
     output = _redirect_output(Path(folder) / f"{os.getpid()}.out")
     stacks = open(Path(folder) / f"{os.getpid()}.stack", "wb", buffering=0)  # noqa: SIM115
@@ -46,6 +49,7 @@ def serve(descriptor: int, folder: str) -> None:
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     torch.set_num_threads(1)
     _watch_for_meshes()
+    store = TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
     snapshot = Snapshot()
     while True:
         try:
@@ -55,7 +59,7 @@ def serve(descriptor: int, folder: str) -> None:
         os.ftruncate(output, 0)
         os.dup2(output, 1)  # the last job may have redirected them
         os.dup2(output, 2)
-        connection.send_bytes(pickle.dumps(_run(job)))
+        connection.send_bytes(pickle.dumps(_run(job, store)))
         # Stay connected until every rank is through: a peer may still need this one.
         try:
             connection.recv_bytes()
@@ -93,7 +97,7 @@ def _redirect_output(path: Path) -> int:
     return descriptor
 
 
-def _run(job: Job) -> Outcome:
+def _run(job: Job, store: TCPStore) -> Outcome:
     process = os.getpid()
     try:
         os.environ.clear()
@@ -102,7 +106,9 @@ def _run(job: Job) -> Outcome:
         sys.path[:] = job.path
         function, arguments = pickle.loads(job.call)
         if job.join:
-            _lend_store(job)
+            place = read_environment()
+            assert place is not None
+            lend_store(place, PrefixStore(f"job/{job.number}", store))
             World.init(device=job.device, timeout=job.timeout)
         result = function(*arguments)
         if os.getpid() != process:
@@ -127,22 +133,6 @@ def _run(job: Job) -> Outcome:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def _lend_store(job: Job) -> None:
-    """Join through a connection that is kept from job to job.
-
-    A new one costs a reverse name lookup inside torch, which takes seconds where the name server
-    is slow or unreachable.
-    """
-    if job.store_port not in _connections:
-        _connections.clear()
-        _connections[job.store_port] = TCPStore(
-            "127.0.0.1", job.store_port, is_master=False, wait_for_workers=False
-        )
-    place = read_environment()
-    assert place is not None
-    lend_store(place, PrefixStore(f"job/{job.number}", _connections[job.store_port]))
 
 
 def _pickled_result(result: Any) -> bytes:

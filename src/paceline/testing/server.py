@@ -22,7 +22,7 @@ import time
 FORK, REAP, KILL = b"F", b"R", b"K"
 """Make a rank; collect one that is dying by itself; end one."""
 REQUEST = struct.Struct("!ci")
-"""A command and the process id it is about (0 for a fork)."""
+"""A command, and the rank's process id; for a fork, the port of the pool's store."""
 REPLY = struct.Struct("!ii")
 """A process id and its wait status (0 for a fork, whose reply carries the rank's socket)."""
 
@@ -42,33 +42,33 @@ def main(arguments: list[str]) -> None:
     ranks: set[int] = set()
     try:
         while len(request := control.recv(REQUEST.size, socket.MSG_WAITALL)) == REQUEST.size:
-            command, pid = REQUEST.unpack(request)
+            command, number = REQUEST.unpack(request)
             if command == FORK:
-                _fork(control, folder, ranks)
+                _fork(control, folder, number, ranks)
             else:
-                ranks.discard(pid)
+                ranks.discard(number)
                 patience = _SECONDS_TO_DIE if command == REAP else 0.0
-                control.sendall(REPLY.pack(pid, _reap(pid, patience)))
+                control.sendall(REPLY.pack(number, _reap(number, patience)))
     finally:
         for pid in ranks:
             _reap(pid, 0)
 
 
-def _fork(control: socket.socket, folder: str, ranks: set[int]) -> None:
+def _fork(control: socket.socket, folder: str, store_port: int, ranks: set[int]) -> None:
     ours, theirs = socket.socketpair()
     server = os.getpid()
     pid = os.fork()
     if pid == 0:
         ours.close()
         control.close()
-        _become_rank(theirs, folder, server)
+        _become_rank(theirs, folder, store_port, server)
     theirs.close()
     ranks.add(pid)
     socket.send_fds(control, [REPLY.pack(pid, 0)], [ours.fileno()])
     ours.close()
 
 
-def _become_rank(connection: socket.socket, folder: str, server: int) -> None:
+def _become_rank(connection: socket.socket, folder: str, store_port: int, server: int) -> None:
     """Live as a rank; never returns into the server's code."""
     status = 1
     try:
@@ -78,7 +78,7 @@ def _become_rank(connection: socket.socket, folder: str, server: int) -> None:
         os.setsid()
         from paceline.testing.rank import serve
 
-        serve(connection.detach(), folder)
+        serve(connection.detach(), folder, store_port)
         status = 0
     finally:
         os._exit(status)

@@ -105,6 +105,16 @@ def join(
             f"rank {place.rank} of {place.size} met the others at {place.address}:{place.port} "
             f"but {torch_backend} could not connect them: {_first_line(error)}"
         ) from error
+    # A rank that left now would break those that are still connecting: nobody is in before all are.
+    store.set(f"connected/{place.rank}", "yes")
+    try:
+        store.wait([f"connected/{rank}" for rank in range(place.size)], timeout)
+    except RuntimeError as error:
+        dist.destroy_process_group()
+        raise WorldError(
+            f"rank {place.rank} of {place.size} is connected at {place.address}:{place.port}, but "
+            f"not all others are after {timeout.total_seconds():g} s: look for their errors."
+        ) from error
     return store
 
 
