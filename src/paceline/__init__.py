@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.engine import StepResult as StepResult
     from paceline.engine import prepare as prepare
     from paceline.layout import Layout as Layout
+    from paceline.prove import verify as verify
     from paceline.trainer import Callback as Callback
     from paceline.trainer import Checkpointing as Checkpointing
     from paceline.trainer import DataOptions as DataOptions
@@ -43,6 +44,7 @@ _HOME = {
     "collectives": "paceline.world",
     "loader": "paceline.data",
     "prepare": "paceline.engine",
+    "verify": "paceline.prove",
 }
 # Modules that are public under their own name.
 _MODULES = ("config", "data", "errors", "events", "models", "testing")

@@ -20,6 +20,7 @@ from paceline.errors import CheckpointError
 
 _STEP_FILE = re.compile(r"step-(\d+)\.pt")
 BEST = "best.pt"
+FORMAT = 1
 
 
 def name_of(step: int) -> str:
@@ -38,7 +39,9 @@ def write(
     folder = Path(folder)
     path = folder / name_of(step)
     _write_file(path, state)
-    for _, old in _by_step(folder)[:-keep]:
+    # A newer one is there only if it could not be read: it does not count as kept.
+    kept = [old for number, old in _by_step(folder) if number <= step]
+    for old in kept[:-keep]:
         old.unlink(missing_ok=True)
     return path
 
@@ -54,13 +57,21 @@ def write_best(folder: str | os.PathLike[str], source: Path) -> Path:
 def latest(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint in ``folder`` that can be read, or ``None`` when there is none.
 
-    A damaged one is stepped over with a warning that names it.
+    A damaged one is stepped over with a warning that names it. Where all are damaged, that is an
+    error: to begin again without a word would throw the run away.
     """
+    failure: CheckpointError | None = None
     for _, path in reversed(_by_step(Path(folder))):
+        if failure is not None:
+            warnings.warn(f"{failure} Trying the one before it.", stacklevel=2)
         try:
             return path, read(path)
         except CheckpointError as error:
-            warnings.warn(f"{error} Trying the one before it.", stacklevel=2)
+            failure = error
+    if failure is not None:
+        raise CheckpointError(
+            f"{failure} There is no older one to go on from. To start over, choose another run_dir."
+        )
     return None
 
 
@@ -74,7 +85,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(
             f"checkpoint {path} ({_size(path)} bytes) cannot be read: {type(error).__name__}."
         ) from error
-    return dict(state)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} was not written by this version of Paceline.")
+    return state
 
 
 def steps(folder: str | os.PathLike[str]) -> list[int]:
@@ -90,15 +103,29 @@ def _by_step(folder: Path) -> list[tuple[int, Path]]:
 def _write_file(path: Path, state: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(path) as temporary, open(temporary, "wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
+        with _replacing(path) as temporary:
+            with open(temporary, "wb") as file:
+                torch.save({"format": FORMAT, **state}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            _check_readable(temporary)
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as the latter
         raise CheckpointError(
             f"cannot write checkpoint {path}: {error}. Earlier checkpoints are untouched. Free "
             "some space or make the folder writable, then resume."
         ) from error
+
+
+def _check_readable(path: Path) -> None:
+    """Refuse now what :func:`read`, which executes no code from the file, would refuse later."""
+    if foreign := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+        raise CheckpointError(
+            f"the state to save holds {', '.join(sorted(foreign))}, which could not be loaded "
+            "without executing code. Let the state_dict of the optimizer, the schedule and the "
+            "callbacks hold tensors, numbers, strings, lists and dicts only. Nothing was written."
+        )
 
 
 class _replacing:

@@ -14,6 +14,7 @@ import typer
 from paceline import __version__
 from paceline.cli import config
 from paceline.cli.train import train
+from paceline.cli.verify import verify
 from paceline.errors import PacelineError, RankFailed
 
 app = typer.Typer(
@@ -45,6 +46,7 @@ def _common(
 
 
 app.command()(train)
+app.command()(verify)
 app.add_typer(config.app, name="config")
 
 

@@ -1,18 +1,21 @@
-"""Batches as users bring them: tensors, tuples, dicts, Hugging Face encodings, nested freely.
+"""Batches as users bring them: tensors, tuples, dicts, dataclasses, Hugging Face encodings, nested.
 
-Everything here treats dimension 0 of each tensor, and the length of each list of plain values, as
-the samples. Other leaves (numbers, strings, ``None``) belong to the whole batch and are passed on.
+Everything here treats dimension 0 of each tensor or array, and the length of each list without
+tensors, as the samples. Other leaves (numbers, strings, ``None``) belong to the whole batch and are
+passed on.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from paceline.errors import DataError
 
@@ -40,8 +43,10 @@ def batch_size(batch: Any) -> int:
 
 def split(batch: Any, most: int | None) -> list[Any]:
     """Cut ``batch`` along its samples into near-equal parts of at most ``most`` samples each."""
+    if most is None:
+        return [batch]
     samples = batch_size(batch)
-    if most is None or samples <= most:
+    if samples <= most:
         return [batch]
     parts = -(-samples // most)
     base, extra = divmod(samples, parts)
@@ -55,10 +60,17 @@ def narrow(batch: Any, samples: int, start: int, stop: int) -> Any:
     """The samples ``start`` to ``stop`` of a batch of ``samples``; tensors are views."""
 
     def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_sparse:
+            return leaf.narrow_copy(0, start, stop - start)
         if isinstance(leaf, Tensor):
             return leaf[start:stop] if leaf.ndim > 0 else leaf
-        if isinstance(leaf, list) and len(leaf) == samples:
-            return leaf[start:stop]
+        if hasattr(leaf, "to"):
+            raise DataError(
+                f"cannot cut a {type(leaf).__name__} into microbatches. Leave microbatch out, or "
+                "put tensors into the batch."
+            )
+        if isinstance(leaf, list | tuple) or getattr(leaf, "ndim", 0) > 0:
+            return leaf[start:stop] if len(leaf) == samples else leaf
         return leaf
 
     return _map(batch, cut)
@@ -80,7 +92,7 @@ def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = Non
 
     def to(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return leaf
+            return leaf.to(device) if hasattr(leaf, "to") else leaf
         dtype = float_dtype if leaf.is_floating_point() else None
         return leaf.to(device=device, dtype=dtype, non_blocking=True)
 
@@ -89,7 +101,7 @@ def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = Non
 
 def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
     """``batch`` rebuilt with ``change`` applied to its leaves; the containers keep their types."""
-    if isinstance(batch, Tensor):
+    if not _is_structure(batch):
         return change(batch)
     if isinstance(batch, MutableMapping):
         # A copy keeps what a plain dict would lose (Hugging Face's BatchEncoding, UserDict, ...).
@@ -102,26 +114,39 @@ def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, tuple):
         values = [_map(value, change) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
-    if _is_nested_list(batch):
+    if isinstance(batch, list):
         return [_map(value, change) for value in batch]
-    return change(batch)
+    return dataclasses.replace(batch, **{k: _map(v, change) for k, v in _fields(batch).items()})
 
 
 def _leaves(batch: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(batch, Mapping):
+    if not _is_structure(batch):
+        yield path, batch
+    elif isinstance(batch, Mapping):
         for key, value in batch.items():
             yield from _leaves(value, f"{path}[{key!r}]")
-    elif isinstance(batch, tuple) or _is_nested_list(batch):
+    elif isinstance(batch, tuple | list):
         for index, value in enumerate(batch):
             yield from _leaves(value, f"{path}[{index}]")
     else:
-        yield path, batch
+        for name, value in _fields(batch).items():
+            yield from _leaves(value, f"{path}.{name}")
 
 
-def _is_nested_list(batch: Any) -> bool:
-    """A list of tensors or containers is structure; any other list is one value a sample."""
-    return isinstance(batch, list) and any(
-        isinstance(value, Tensor | Mapping)
-        or (isinstance(value, Sequence) and not isinstance(value, str | bytes))
-        for value in batch
-    )
+def _is_structure(batch: Any) -> bool:
+    """Whether to look inside: a list or tuple without a tensor in it is one value a sample."""
+    if isinstance(batch, PackedSequence):
+        return False
+    if isinstance(batch, Mapping) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+        return True
+    if isinstance(batch, tuple | list):
+        return any(_holds_tensor(value) for value in batch)
+    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) or hasattr(leaf, "to") for _, leaf in _leaves(value, ""))
+
+
+def _fields(batch: Any) -> dict[str, Any]:
+    return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}

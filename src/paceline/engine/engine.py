@@ -12,17 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.engine import nonfinite
-from paceline.engine.batch import batch_size, move, placeholder, split
+from paceline.engine.batch import move, placeholder, split
+from paceline.engine.checks import (
+    check_depends_on_parameters,
+    check_loss_parameters,
+    check_model_and_options,
+    check_optimizer,
+    check_optimizer_state,
+    check_schedule,
+)
+from paceline.engine.gradients import Gradients
 from paceline.engine.loss import LossFunction, LossModule, Term
 from paceline.engine.nonfinite import Problem
 from paceline.engine.precision import Precision
 from paceline.engine.result import Numbers, StepResult
-from paceline.errors import TrainingError
+from paceline.errors import CheckpointError, TrainingError
 from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.compose import spread
@@ -64,6 +72,16 @@ _DEFAULTS = EngineOptions(
 )
 
 
+def check_option_names(options: Mapping[str, Any]) -> None:
+    """Refuse an option that the engine does not have."""
+    unknown = set(options) - set(_DEFAULTS)
+    if unknown:
+        raise TrainingError(
+            f"Engine got unknown options {', '.join(sorted(unknown))}; it takes "
+            f"{', '.join(sorted(_DEFAULTS))}."
+        )
+
+
 class Engine:
     """Trains ``model`` one global batch at a time, on any layout.
 
@@ -101,19 +119,16 @@ class Engine:
         world: World | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        unknown = set(options) - set(_DEFAULTS)
-        if unknown:
-            raise TrainingError(
-                f"Engine got unknown options {', '.join(sorted(unknown))}; it takes "
-                f"{', '.join(sorted(_DEFAULTS))}."
-            )
+        check_option_names(options)
         self.options = EngineOptions(**{**_DEFAULTS, **options})
-        _check(model, self.options)
+        check_model_and_options(model, self.options)
         self.world = world if world is not None else World.current()
         self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)
         self.layout.check_world(self.world.size)
         self.device = self.world.device
         self.steps_done = 0
+        # Called each step with the finished gradients in place, before clipping and the update.
+        self.observer: Callable[[Engine], None] | None = None
         self._unread: _Unread | None = None
         self._precision = Precision(self.options["precision"], self.device)
         self._build(model, loss, optimizer)
@@ -126,21 +141,22 @@ class Engine:
     ) -> None:
         if self.options["sync_batchnorm"]:
             model = sync_batchnorm.convert(model)
-        model.to(self.device)
-        self._precision.prepare(model)
         if self.options["compile"]:
             model.compile()
         self.model = model
         self._local = LossModule(model, loss, self.options["forward"], self.options["count"])
+        check_loss_parameters(self._local)
         self._local.to(self.device)
+        self._precision.prepare(self._local)
+        self._parameters = list(model.parameters())
+        self._trainable = [p.requires_grad for p in self._parameters]
+        if not isinstance(optimizer, Optimizer) and callable(optimizer):
+            optimizer = optimizer([p for p in self._parameters if p.requires_grad])
+        check_optimizer(optimizer, model)
+        self.optimizer = optimizer
+        check_schedule(self.options["schedule"], self.optimizer)
         self._spread = spread(self._local, self.layout, self.device)
         self._has_sync_norm = self.world.size > 1 and sync_batchnorm.set_contributes(model, True)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        if isinstance(optimizer, Optimizer):
-            _check_optimizer(optimizer, model)
-            self.optimizer = optimizer
-        else:
-            self.optimizer = optimizer(self._parameters)
         # As torch's schedulers do: an optimizer that was scheduled before keeps its full rate.
         self._base_lrs = [g.setdefault("initial_lr", g["lr"]) for g in self.optimizer.param_groups]
 
@@ -150,12 +166,15 @@ class Engine:
         Every rank must call it. The share may hold fewer samples than another rank's, or none.
         """
         started = time.perf_counter()
+        self._follow_freezing()
+        for parameter in self._parameters:
+            parameter.grad = None  # what a step that failed, or another backward, left there
         if self.world.size > 1:
             sync_buffers(self.model)
         saved_buffers = self._copy_buffers() if self.options["nonfinite"] == "skip" else {}
         parts = self._parts(batch)
         lr = self._set_lr()
-        sums = self._accumulate(parts, batch_size(batch))
+        sums = self._accumulate(parts, self._local.samples(batch))
         norm = self._finish_gradients(sums)
         numbers = Numbers(sums.world, norm)
         unread, self._unread = self._unread, None
@@ -183,9 +202,17 @@ class Engine:
             _numbers=numbers,
         )
 
+    def _follow_freezing(self) -> None:
+        """Spread anew after parameters were frozen or unfrozen: DDP averages those it was shown."""
+        trainable = [p.requires_grad for p in self._parameters]
+        if trainable != self._trainable:
+            self._trainable = trainable
+            del self._spread  # takes its hooks off the parameters before new ones are put on
+            self._spread = spread(self._local, self.layout, self.device)
+
     def _parts(self, batch: Any) -> list[tuple[Any, int]]:
         """The share's microbatches, on the device, each with the items its loss averages over."""
-        samples = batch_size(batch)
+        samples = self._local.samples(batch)
         cut = split(batch, self.options["microbatch"])
         items = [self._local.items(part) if samples else 0 for part in cut]
         if self._has_sync_norm:
@@ -213,6 +240,7 @@ class Engine:
             last = index == len(parts) - 1
             with self._reducing(last):
                 term = self._forward(part, items)
+                check_depends_on_parameters(term.total)
                 local[0] += term.total.detach()
                 local[1] += term.count
                 if index == 0:
@@ -224,11 +252,22 @@ class Engine:
                     world = local.clone()
                     work = dist.all_reduce(world, async_op=True)  # hidden behind the backward
                 loss = term.total * (self.world.size / divisor).to(term.total.dtype)
-                scaler = self._precision.scaler
-                (loss if scaler is None else scaler.scale(loss)).backward()
+                self._backward(loss, work)
         if work is not None:
             work.wait()
         return _Sums(local=local, world=world, divisor=divisor)
+
+    def _backward(self, loss: Tensor, work: dist.Work | None) -> None:
+        scaler = self._precision.scaler
+        try:
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        except BaseException:
+            # A process group must not be destroyed around a collective that is under way: Gloo's
+            # thread may wait for the interpreter lock while its destructor waits for the thread.
+            if work is not None:
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
+            raise
 
     def _reducing(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Only the last backward of a step communicates."""
@@ -252,21 +291,22 @@ class Engine:
         """Turn the accumulated gradients into the gradient of the mean, clip it, give its norm."""
         if self._precision.scaler is not None:
             self._precision.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = Gradients(self.optimizer)
         if self.options["microbatch"] is not None:
             factor = sums.divisor / sums.world[1]
             if self.device.type != "cpu" or factor != 1:  # on a GPU, looking would be waiting
-                for gradient in gradients:
-                    gradient.mul_(factor)
+                gradients.scale(factor)
+        if self.observer is not None:
+            self.observer(self)
         clip_norm, clip_value = self.options["clip_norm"], self.options["clip_value"]
         norm = None
         if clip_norm is not None or self.options["nonfinite"] != "ignore":
-            norm = get_total_norm(gradients)
+            norm = gradients.norm()
         if clip_norm is not None:
             assert norm is not None
-            clip_grads_with_norm_(self._parameters, clip_norm, norm)
+            gradients.clip_norm(clip_norm, norm)
         if clip_value is not None:
-            clip_grad_value_(self._parameters, clip_value)
+            gradients.clip_values(clip_value)
         return norm
 
     @property
@@ -337,6 +377,8 @@ class Engine:
         schedule = self.options["schedule"]
         if schedule is not None and not isinstance(schedule, LRScheduler):
             factor = schedule(self.steps_done)
+            for group in self.optimizer.param_groups[len(self._base_lrs) :]:  # added since
+                self._base_lrs.append(group.setdefault("initial_lr", group["lr"]))
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * factor
         return float(self.optimizer.param_groups[0]["lr"])
@@ -362,11 +404,15 @@ class Engine:
         To be called inside :meth:`evaluating`; nothing is exchanged between ranks.
         """
         results = []
-        for part in split(batch, self.options["microbatch"]) if batch_size(batch) else ():
+        has_samples = self._local.samples(batch) > 0
+        for part in split(batch, self.options["microbatch"]) if has_samples else ():
             on_device = move(part, self.device, self._precision.batch_dtype)
+            items = self._local.items(part)
             with self._precision.forward():
-                term = self._local(on_device, self._local.items(part))
-            results.append(Evaluated(on_device, batch_size(part), term))
+                term: Term = self._local(on_device, items or 1)
+            if not items:  # nothing but padding: metrics want the output, the loss is 0/0
+                term = Term(torch.zeros(()), 0, term.output)
+            results.append(Evaluated(on_device, self._local.samples(part), term))
         return results
 
     def state_dict(self) -> dict[str, Any]:
@@ -382,8 +428,15 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
-        self.model.load_state_dict(state["model"])
+        """Take over what :meth:`state_dict` gave; refused where it is that of another model."""
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"the saved state is that of another model. {error} Build the model as it was "
+                "built then, or start a new run."
+            ) from error
+        check_optimizer_state(state["optimizer"], self.optimizer)
         self.optimizer.load_state_dict(state["optimizer"])
         schedule, scaler = self.options["schedule"], self._precision.scaler
         if scaler is not None and state["scaler"] is not None:
@@ -415,42 +468,3 @@ class Evaluated(NamedTuple):
     batch: Any
     samples: int
     term: Term
-
-
-def _check(model: nn.Module, options: EngineOptions) -> None:
-    if not isinstance(model, nn.Module):
-        raise TrainingError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise TrainingError(
-            f"{type(model).__name__} has no parameter that requires a gradient: nothing to train."
-        )
-    microbatch = options["microbatch"]
-    if microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1):
-        raise TrainingError(
-            f"microbatch={microbatch!r} must be a whole number of samples, 1 or more."
-        )
-    for name in ("clip_norm", "clip_value"):
-        bound = options[name]
-        if bound is not None and not bound > 0:
-            raise TrainingError(
-                f"{name}={bound!r} must be greater than 0, or None for no clipping."
-            )
-    if options["nonfinite"] not in ("stop", "skip", "ignore"):
-        raise TrainingError(
-            f"nonfinite={options['nonfinite']!r} must be 'stop', 'skip' or 'ignore'."
-        )
-
-
-def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TrainingError(
-            "LBFGS evaluates the loss several times a step, which Engine.step does not do. Use an "
-            "optimizer that needs one gradient a step, such as AdamW or SGD."
-        )
-    known = {id(p) for p in model.parameters()}
-    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
-    if strangers:
-        raise TrainingError(
-            f"{strangers} of the optimizer's parameters do not belong to the model. Make the "
-            "optimizer from this model's parameters(), after any change to the model."
-        )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.engine.batch import batch_size
-from paceline.errors import LossError
+from paceline.errors import DataError, LossError
 
 LossFunction = Callable[..., Any]
 IGNORED_LABEL = -100  # torch's and Hugging Face's mark for a label that is padding
@@ -75,15 +75,26 @@ class LossModule(nn.Module):
         if isinstance(value, tuple) and len(value) == 2:
             total, count = value
             _check_scalar(total)
-            return Term(total, count, output)
+            _check_count(count)
+            count = count.detach().reshape(()) if isinstance(count, Tensor) else count
+            return Term(total.reshape(()), count, output)
         _check_scalar(value)
-        return Term(value * items, items, output)
+        return Term(value.reshape(()) * items, items, output)
 
     def nothing(self) -> Term:
         """The term of a microbatch without samples: zero, with zero gradients, touching no data."""
         first = next(p for p in self.model.parameters() if p.requires_grad)
         # The sum over no elements: zero even where the parameter holds NaN or Inf.
         return Term(first.flatten()[:0].sum(), 0, None)
+
+    def samples(self, batch: Any) -> int:
+        """How many samples ``batch`` holds; what ``count`` says where the batch does not tell."""
+        try:
+            return batch_size(batch)
+        except DataError:
+            if self.custom_count is None:
+                raise
+            return int(self.custom_count(batch))
 
     def items(self, batch: Any) -> int:
         """Over how many items the loss of ``batch`` is a mean, unless it returns a count itself.
@@ -125,8 +136,11 @@ def own_loss(output: Any) -> Any:
     """The loss in the output of a model that computes its own."""
     if isinstance(output, Tensor):
         return output
-    if isinstance(output, tuple) and len(output) == 2 and not hasattr(output, "_fields"):
-        return output
+    if isinstance(output, tuple) and not hasattr(output, "_fields"):
+        if len(output) == 2 and _is_number(output[1]):
+            return output
+        if output and isinstance(output[0], Tensor) and _is_number(output[0]):
+            return output[0]  # (loss, logits, ...)
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None:
         raise LossError(
@@ -137,13 +151,17 @@ def own_loss(output: Any) -> Any:
     return found
 
 
-class _SumAndCount:
-    """A loss that returns ``(sum, count)``, made from one of torch's that returns the mean."""
+class _SumAndCount(nn.Module):
+    """A loss that returns ``(sum, count)``, made from one of torch's that returns the mean.
+
+    A module, so that class weights go where the model goes.
+    """
 
     def __init__(self, loss: LossFunction, count: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
         self.loss, self.count = loss, count
 
-    def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return self.loss(output, target), self.count(output, target)
 
 
@@ -154,7 +172,7 @@ def _summing(loss: LossFunction) -> LossFunction:
     not a mean over samples, so the true mean over the global batch needs the sums and the counts.
     """
     reduction = getattr(loss, "reduction", "mean")
-    if reduction != "mean":
+    if reduction not in ("mean", "batchmean"):  # KLDivLoss's own word for a mean over samples
         raise LossError(
             f"{type(loss).__name__}(reduction={reduction!r}) cannot be averaged over the global "
             "batch: its count is unknown. Use reduction='mean', or a function that returns "
@@ -204,6 +222,23 @@ def _forward_names(model: nn.Module) -> set[str] | None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return {p.name for p in parameters}
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def _check_count(count: Any) -> None:
+    if not _is_number(count):
+        found = (
+            f"has shape {tuple(count.shape)}"
+            if isinstance(count, Tensor)
+            else f"is a {type(count).__name__}"
+        )
+        raise LossError(
+            f"the loss is a pair whose second part {found}, but of a pair Paceline expects (sum, "
+            "count) with one number each. Return the loss alone, or the sum and its count."
+        )
 
 
 def _check_scalar(value: Any) -> None:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.errors import TrainingError
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -137,12 +139,25 @@ class _Normalise(torch.autograd.Function):
 def convert(model: nn.Module) -> nn.Module:
     """``model`` with every BatchNorm in it replaced; the model itself may be one."""
     if isinstance(model, _BATCH_NORMS):
-        return SyncBatchNorm(model)
-    for name, child in model.named_children():
-        replacement = convert(child)
-        if replacement is not child:
-            setattr(model, name, replacement)
+        return _replacement(model)
+    made: dict[nn.Module, SyncBatchNorm] = {}  # a norm that has several names stays one module
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, _BATCH_NORMS):
+            if module not in made:
+                made[module] = _replacement(module)
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, made[module])
     return model
+
+
+def _replacement(norm: nn.Module) -> SyncBatchNorm:
+    if not any(type(norm).forward is kind.forward for kind in _BATCH_NORMS):
+        raise TrainingError(
+            f"sync_batchnorm: {type(norm).__name__} is a BatchNorm with a forward of its own, "
+            "which a synchronised one would drop. Use nn.BatchNorm in the model, or leave "
+            "sync_batchnorm out."
+        )
+    return SyncBatchNorm(norm)
 
 
 def set_contributes(model: nn.Module, contributes: bool) -> bool:

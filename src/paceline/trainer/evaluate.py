@@ -69,7 +69,8 @@ class _Tally:
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self.metrics = metrics
-        self.sums = {"loss": 0.0, **{n: 0.0 for n, m in metrics.items() if callable(m)}}
+        by_batch = [name for name, m in metrics.items() if not isinstance(m, WholeSet)]
+        self.sums = dict.fromkeys(("loss", *by_batch), 0.0)
         self.counts = dict.fromkeys(self.sums, 0.0)
         self.samples = 0
         # (batch, output, target) for the metrics that need everything at once
@@ -84,9 +85,12 @@ class _Tally:
             if isinstance(metric, WholeSet):
                 continue
             value = metric(term.output, target)
-            total, count = value if isinstance(value, tuple) else (value * samples, samples)
-            self.sums[name] += _number(name, total)
-            self.counts[name] += _number(name, count)
+            if isinstance(value, tuple) and len(value) == 2:
+                total, count = _number(name, value[0]), _number(name, value[1])
+            else:
+                total, count = _number(name, value) * samples, samples
+            self.sums[name] += total
+            self.counts[name] += count
         if any(isinstance(metric, WholeSet) for metric in self.metrics.values()):
             self.rows.append((index, *_tensors(term.output, target)))
 
@@ -116,8 +120,15 @@ class _Tally:
              for place, row in enumerate(own)),
             key=lambda entry: entry[:3],
         )  # fmt: skip
-        outputs = torch.cat([row[1] for *_, row in rows])
-        targets = torch.cat([row[2] for *_, row in rows])
+        try:
+            outputs = torch.cat([row[1] for *_, row in rows])
+            targets = torch.cat([row[2] for *_, row in rows])
+        except RuntimeError as error:
+            raise TrainingError(
+                f"WholeSet ({', '.join(whole)}) puts the outputs of all batches into one tensor, "
+                f"but their shapes differ: {error}. Pad all batches to one length, or use a metric "
+                "function on each batch instead."
+            ) from error
         return {n: _number(n, metric.function(outputs, targets)) for n, metric in whole.items()}
 
 

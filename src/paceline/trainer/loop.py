@@ -105,9 +105,9 @@ class Loop:
         return history
 
     def _finished(self) -> bool:
-        if self.total_steps is not None and self.engine.steps_done >= self.total_steps:
-            return True
-        return self.epochs is not None and self.train.epoch >= self.epochs
+        if self.epochs is not None:  # not by steps: a resumed run may have another global batch
+            return self.train.epoch >= self.epochs
+        return self.total_steps is not None and self.engine.steps_done >= self.total_steps
 
     def _run_epoch(self) -> int:
         """Steps up to the end of the epoch, or of the run; what the ranks agreed on."""
@@ -263,10 +263,12 @@ class Loop:
         if failure is not None:
             raise CheckpointError(failure)
         self.saved_at = step
+        shown_dir = self.trainer.shown_dir
+        assert shown_dir is not None
         self.reporter.emit(
             CheckpointSaved(
                 step=step,
-                path=str(path),
+                path=str(shown_dir / "checkpoints" / path.name),
                 bytes=path.stat().st_size if self.world.is_main else 0,
                 seconds=time.perf_counter() - started,
                 reason=reason,
@@ -277,12 +279,11 @@ class Loop:
 
     def _state(self, streams: list[Any]) -> dict[str, Any]:
         return {
-            "format": 1,
             "layout": str(self.engine.layout),
             "engine": self.engine.state_dict(),
             "loader": self.train.state_dict(),
             "random": streams,
-            "callbacks": [callback.state_dict() for callback in self.trainer.callbacks],
+            "callbacks": [(type(c).__qualname__, c.state_dict()) for c in self.trainer.callbacks],
             "loop": {
                 "epoch_loss": self.epoch_loss,
                 "epoch_samples": self.epoch_samples,
@@ -298,8 +299,7 @@ class Loop:
         """Go on from a checkpoint: to the bit at the same layout, to rounding at another."""
         self.engine.load_state_dict(state["engine"])
         self.train.load_state_dict(state["loader"])
-        for callback, saved in zip(self.trainer.callbacks, state["callbacks"], strict=False):
-            callback.load_state_dict(saved)
+        self._restore_callbacks(state["callbacks"])
         for name, value in state["loop"].items():
             setattr(self, name, value)
         self.saved_at = self.engine.steps_done
@@ -314,6 +314,24 @@ class Loop:
                 )
             )
             self.world.seed(self.trainer.seed + self.engine.steps_done)
+
+    def _restore_callbacks(self, states: list[tuple[str, dict[str, Any]]]) -> None:
+        """Give each callback the state of the first of its kind that no other has taken."""
+        left = list(states)
+        for callback in self.trainer.callbacks:
+            kind = type(callback).__qualname__
+            found = next((entry for entry in left if entry[0] == kind), None)
+            if found is not None:
+                left.remove(found)
+                callback.load_state_dict(found[1])
+        if lost := [kind for kind, saved in left if saved]:
+            self.reporter.emit(
+                Note(
+                    level="warning",
+                    message=f"the checkpoint holds the state of callbacks that this run does not "
+                    f"have: {', '.join(lost)}",
+                )
+            )
 
     # ------------------------------------------------------------------ telling
 

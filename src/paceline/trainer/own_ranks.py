@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ def fit(
 
         def on_each_rank() -> tuple[History, dict[str, Any], dict[str, Any]]:
             rank_trainer.events_dir = events_dir
+            # A torch scheduler marks its optimizer, and the mark is lost on the way here.
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step")
             history = rank_trainer._fit(train, val, epochs, steps, resume)
             engine = rank_trainer.engine
             return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from paceline.events import Event, EventLog, Note
@@ -26,7 +27,7 @@ class Reporter:
         if self._log is not None:
             self._log.write(event)
         for tracker in list(self._trackers):
-            self._shielded(tracker, lambda tracker=tracker: tracker.handle(event))
+            self._shielded(tracker, partial(tracker.handle, event))
 
     def close(self) -> None:
         """Let the trackers finish and close the log."""

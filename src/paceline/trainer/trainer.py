@@ -15,15 +15,15 @@ from torch.utils.data import DataLoader
 from paceline import checkpoint as checkpoints
 from paceline.data import Loader, from_dataloader, loader
 from paceline.engine import Engine, EngineOptions
-from paceline.engine.engine import OptimizerFactory
+from paceline.engine.engine import OptimizerFactory, check_option_names
 from paceline.engine.loss import LossFunction
 from paceline.errors import CheckpointError, DataError, TrainingError
 from paceline.events import FILE_NAME
 from paceline.launch.environment import read_environment
 from paceline.track import Tracker
 from paceline.trainer import own_ranks
-from paceline.trainer.callbacks import Callback
-from paceline.trainer.evaluate import Metric
+from paceline.trainer.callbacks import Callback, EarlyStopping
+from paceline.trainer.evaluate import Metric, WholeSet
 from paceline.trainer.history import History
 from paceline.trainer.loop import Loop
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
@@ -72,9 +72,13 @@ class Trainer:
         timeout: float | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
+        check_option_names(engine)
+        _check_kinds(callbacks, metrics or {}, data, evaluation, checkpoint)
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.global_batch = global_batch
-        self.run_dir = None if run_dir is None else Path(run_dir)
+        # Absolute: a run stays in its folder when the program changes directory.
+        self.run_dir = None if run_dir is None else Path(run_dir).absolute()
+        self.shown_dir = None if run_dir is None else Path(run_dir)  # as the user wrote it
         self.seed = seed
         self.metrics = dict(metrics or {})
         if "loss" in self.metrics:
@@ -130,7 +134,7 @@ class Trainer:
         """
         _check_length(epochs, steps)
         self._check_folder(resume)
-        self._check_best(val)
+        self._check_uses_of_val(val)
         if nproc is not None and read_environment() is None:
             if nproc == 1:
                 return self._fit(train, val, epochs, steps, resume)
@@ -219,6 +223,7 @@ class Trainer:
             if resume:
                 raise TrainingError("fit(resume=True) needs a run_dir to resume from.")
             return
+        _check_writable(self.run_dir)
         restarted = (place := read_environment()) is not None and place.restart_count > 0
         if resume or restarted:
             return
@@ -228,7 +233,7 @@ class Trainer:
                 "with it, or choose another run_dir."
             )
 
-    def _check_best(self, val: Any) -> None:
+    def _check_uses_of_val(self, val: Any) -> None:
         best = self.checkpoint.best
         if best is not None and val is None:
             raise TrainingError(
@@ -236,6 +241,8 @@ class Trainer:
             )
         if best is not None and self.run_dir is None:
             raise TrainingError(f"Checkpointing(best={best!r}) needs a run_dir to save to.")
+        if val is None and any(isinstance(c, EarlyStopping) for c in self.callbacks):
+            raise TrainingError("EarlyStopping needs validation data: pass val to fit().")
 
     def _state_to_resume(self, world: World, resume: bool) -> dict[str, Any] | None:
         if self.run_dir is None or not (resume or world.restart_count > 0):
@@ -257,7 +264,46 @@ class Trainer:
             from paceline.track import Progress
 
             trackers.append(Progress())
-        return Reporter(self.events_dir, trackers, history, main=world.is_main)
+        try:
+            return Reporter(self.events_dir, trackers, history, main=world.is_main)
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write events to {self.events_dir}: {error}. Choose another run_dir."
+            ) from error
+
+
+def _check_kinds(
+    callbacks: Sequence[Callback], metrics: Mapping[str, Metric], *sections: Any
+) -> None:
+    if not isinstance(callbacks, Sequence) or not all(isinstance(c, Callback) for c in callbacks):
+        raise TrainingError(
+            f"callbacks={callbacks!r} must be a list of paceline.Callback objects, such as "
+            "[paceline.EarlyStopping()]."
+        )
+    if not isinstance(metrics, Mapping):
+        raise TrainingError(
+            f"metrics must be a dict from name to function, not a {type(metrics).__name__}."
+        )
+    for name, metric in metrics.items():
+        if not callable(metric) and not isinstance(metric, WholeSet):
+            raise TrainingError(f"metrics: {name!r} must be a function, not {metric!r}.")
+    kinds = {"data": DataOptions, "evaluation": Evaluation, "checkpoint": Checkpointing}
+    for (name, kind), section in zip(kinds.items(), sections, strict=True):
+        if not isinstance(section, kind):
+            raise TrainingError(
+                f"{name}={section!r} must be made with paceline.{kind.__name__}(...)."
+            )
+
+
+def _check_writable(folder: Path) -> None:
+    existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
+    if not existing.is_dir():
+        raise TrainingError(f"run_dir={str(folder)!r}: {existing} is a file. Choose a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise TrainingError(
+            f"run_dir={str(folder)!r}: {existing} cannot be written. Make it writable, or choose "
+            "another folder."
+        )
 
 
 def _check_length(epochs: int | None, steps: int | None) -> None:

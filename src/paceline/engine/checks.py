@@ -1,0 +1,121 @@
+"""What an engine refuses before it trains, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from paceline.errors import CheckpointError, LossError, TrainingError
+
+
+def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Refuse a model without anything to train, and options outside their range."""
+    if not isinstance(model, nn.Module):
+        raise TrainingError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TrainingError(
+            f"{type(model).__name__} has no parameter that requires a gradient: nothing to train."
+        )
+    microbatch = options["microbatch"]
+    if microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1):
+        raise TrainingError(
+            f"microbatch={microbatch!r} must be a whole number of samples, 1 or more."
+        )
+    for name in ("clip_norm", "clip_value"):
+        bound = options[name]
+        if bound is not None and not bound > 0:
+            raise TrainingError(
+                f"{name}={bound!r} must be greater than 0, or None for no clipping."
+            )
+    if options["nonfinite"] not in ("stop", "skip", "ignore"):
+        raise TrainingError(
+            f"nonfinite={options['nonfinite']!r} must be 'stop', 'skip' or 'ignore'."
+        )
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse what is no optimizer, one of another model, and LBFGS."""
+    if not isinstance(optimizer, Optimizer):
+        raise TrainingError(
+            f"optimizer gave a {type(optimizer).__name__}. Pass a torch optimizer, or a function "
+            "that makes one from the model's parameters, such as torch.optim.AdamW."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TrainingError(
+            "LBFGS evaluates the loss several times a step, which Engine.step does not do. Use an "
+            "optimizer that needs one gradient a step, such as AdamW or SGD."
+        )
+    known = {id(p) for p in model.parameters()}
+    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise TrainingError(
+            f"{strangers} of the optimizer's parameters do not belong to the model. Make the "
+            "optimizer from this model's parameters(), after any change to the model."
+        )
+
+
+def check_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Refuse the saved state of another kind of optimizer, or of other parameter groups."""
+    saved, own = state["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"the saved optimizer has parameter groups of {sizes[0]} tensors, this "
+            f"{type(optimizer).__name__} of {sizes[1]}. Group the parameters as they were then, or "
+            "start a new run."
+        )
+    if missing := sorted(set().union(*own) - set().union(*saved)):
+        raise CheckpointError(
+            f"the saved state is that of another kind of optimizer: {type(optimizer).__name__} "
+            f"needs {', '.join(missing)}, which it does not have. Use the optimizer of that run, "
+            "or start a new run."
+        )
+
+
+def check_schedule(schedule: Any, optimizer: Optimizer) -> None:
+    """Refuse a schedule that would do nothing, or fail at the first step."""
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise TrainingError(
+            "ReduceLROnPlateau needs a validation metric at each of its steps, which a schedule is "
+            "not given. Step it from a callback's on_evaluate, or use another schedule."
+        )
+    if isinstance(schedule, LRScheduler):
+        if schedule.optimizer is not optimizer:
+            raise TrainingError(
+                f"the schedule ({type(schedule).__name__}) belongs to another optimizer, so it "
+                "would change nothing here. Make it from the optimizer that you pass."
+            )
+    elif schedule is not None and not callable(schedule):
+        raise TrainingError(
+            f"schedule={schedule!r} must be a function from the step to a factor on the learning "
+            "rate, or one of torch's schedulers."
+        )
+
+
+def check_loss_parameters(loss_and_model: nn.Module) -> None:
+    """Refuse a loss with trainable parameters of its own: nothing would train or save them."""
+    own = [
+        name.removeprefix("loss.")
+        for name, parameter in loss_and_model.named_parameters()
+        if parameter.requires_grad and not name.startswith("model.")
+    ]
+    if own:
+        raise LossError(
+            f"the loss has trainable parameters of its own ({', '.join(own[:3])}), which are "
+            "neither in the optimizer nor in checkpoints. Make it a part of the model: a module "
+            "that holds both and returns the loss needs no loss=."
+        )
+
+
+def check_depends_on_parameters(loss: Tensor) -> None:
+    """Refuse a loss that has nothing to differentiate."""
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss does not depend on any parameter that requires a gradient. Is it computed "
+            "from a detached tensor, or under torch.no_grad()?"
+        )

@@ -1,0 +1,8 @@
+"""The parity prover: a layout computes what one process computes, or here is where it does not."""
+
+from paceline.prove.api import verify, verify_config
+from paceline.prove.cases import Case
+from paceline.prove.plants import PLANTS, Plant
+from paceline.prove.report import Report, Row, Where
+
+__all__ = ["PLANTS", "Case", "Plant", "Report", "Row", "Where", "verify", "verify_config"]

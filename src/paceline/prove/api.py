@@ -1,0 +1,176 @@
+"""The doors: :func:`verify` for what a script has, :func:`verify_config` for a config."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Unpack
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.config import Config
+from paceline.engine import EngineOptions
+from paceline.engine.engine import OptimizerFactory
+from paceline.engine.loss import LossFunction
+from paceline.engine.precision import PRECISIONS
+from paceline.errors import ConfigError, TrainingError
+from paceline.layout import Layout
+from paceline.prove.cases import Case, parse_cases
+from paceline.prove.plants import PLANTS
+from paceline.prove.prover import Prover, Tell, plant_problems
+from paceline.prove.report import Report
+from paceline.prove.subject import Subject, configured, given
+from paceline.testing.pool import RankPool
+from paceline.trainer.options import DataOptions
+
+CONFIG_BATCH = 32
+"""The most samples a step of ``paceline verify`` takes, unless told otherwise."""
+
+
+def verify(
+    model: nn.Module | Callable[[], nn.Module],
+    *,
+    optimizer: Optimizer | OptimizerFactory,
+    data: Any,
+    layouts: Sequence[str | Layout | Case] | str,
+    loss: LossFunction | None = None,
+    steps: int = 3,
+    global_batch: int | None = None,
+    seed: int = 0,
+    plant: str | None = None,
+    data_options: DataOptions = DataOptions(),
+    timeout: float = 300.0,
+    progress: bool = True,
+    pool: RankPool | None = None,
+    **options: Unpack[EngineOptions],
+) -> Report:
+    """Prove that ``layouts`` compute what one process computes, for this model and data.
+
+    Runs ``steps`` optimizer steps on one process and on local CPU ranks for each layout, over the
+    same samples, and compares every loss, gradient, norm, parameter and buffer. Nothing passed in
+    is changed: the runs work on copies.
+
+    Args:
+        model, loss, optimizer, data: as for :class:`paceline.Trainer`; the model may also be a
+            function that makes one, and the optimizer then must be a function, too.
+        layouts: such as ``["dp=2", "dp=2,microbatch=4"]``.
+        global_batch: samples per step; not needed where the data is a torch ``DataLoader``.
+        plant: a known bug to introduce into the layouts' runs (``paceline verify --list-plants``).
+        timeout: seconds one run may take.
+        progress: show on a terminal what is running.
+        pool: live ranks to use, for several proofs in a row; else it brings up its own.
+        options: those of :class:`paceline.Engine`: ``microbatch``, ``clip_norm``, …. ``precision``
+            is ``fp64`` unless given, which tells rounding from bugs best; in another, a difference
+            is judged against what one process shows when its samples come in another order and cut.
+    """
+    if "layout" in options:
+        raise TrainingError("verify(layout=…): name the layouts to verify in layouts=[…].")
+    batch = _batch_of(data, global_batch)
+    _check_numbers(steps=steps, global_batch=batch)
+    precision = options.get("precision", "fp64")
+    if precision not in PRECISIONS:
+        raise TrainingError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}.")
+    if (microbatch := options.get("microbatch")) is not None:
+        _check_numbers(microbatch=microbatch)
+    cases = parse_cases(layouts, microbatch=microbatch, global_batch=batch)
+    clip_norm = options.get("clip_norm")
+    check_plant(plant, cases, clip_norm=clip_norm, global_batch=batch)
+    payload = given(model, optimizer, loss, data, data_options, options)
+    notes = ["compile was off: the proof runs the model as it is"] if options.get("compile") else []
+    with _telling(progress) as tell:
+        prover = Prover(
+            Subject(payload, global_batch, seed, steps, precision),
+            clip_norm=clip_norm,
+            sync_batchnorm=bool(options.get("sync_batchnorm")),
+            plant=plant,
+            timeout=timeout,
+            tell=tell,
+            pool=pool,
+        )
+        return prover.prove(cases, notes)
+
+
+def verify_config(
+    config: Config,
+    layouts: Sequence[str],
+    *,
+    steps: int = 3,
+    global_batch: int | None = None,
+    precision: str = "fp64",
+    plant: str | None = None,
+    timeout: float = 300.0,
+    progress: bool = True,
+) -> Report:
+    """:func:`verify` for what a config describes; ``precision="run"`` is the config's own."""
+    notes = []
+    own = config.batch.global_batch
+    batch = min(own, CONFIG_BATCH) if global_batch is None else global_batch
+    _check_numbers(steps=steps, global_batch=batch)
+    if global_batch is None and plant in PLANTS and PLANTS[plant].uneven:
+        batch = max(batch - 1, 1)  # shares of equal size would hide it
+    if batch != own:
+        notes.append(f"steps of {batch} samples, not the config's {own} (--global-batch)")
+    if precision not in ("fp64", "run"):
+        raise ConfigError(f"--precision {precision}: must be fp64, or run for the config's own")
+    if config.compile:
+        notes.append("compile was off: the proof runs the model as it is")
+    cases = parse_cases(layouts, microbatch=config.batch.microbatch, global_batch=batch)
+    clip_norm = config.train.clip_norm
+    check_plant(plant, cases, clip_norm=clip_norm, global_batch=batch)
+    exact = precision == "fp64"
+    with _telling(progress) as tell:
+        prover = Prover(
+            Subject(
+                configured(config), batch, config.seed, steps, "fp64" if exact else config.precision
+            ),
+            clip_norm=clip_norm,
+            sync_batchnorm=config.train.sync_batchnorm,
+            plant=plant,
+            timeout=timeout,
+            tell=tell,
+        )
+        return prover.prove(cases, notes)
+
+
+def check_plant(
+    name: str | None, cases: Sequence[Case], *, clip_norm: float | None, global_batch: int
+) -> None:
+    """Raise :class:`ConfigError` for a plant that is unknown or could not show."""
+    if name is None:
+        return
+    if name not in PLANTS:
+        raise ConfigError(f"plant {name!r} is not one of {', '.join(PLANTS)}")
+    problems = plant_problems(PLANTS[name], cases, clip_norm=clip_norm, global_batch=global_batch)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _batch_of(data: Any, global_batch: int | None) -> int:
+    if global_batch is None and isinstance(data, DataLoader) and data.batch_size:
+        return data.batch_size
+    if global_batch is None:
+        raise TrainingError(
+            "verify(): pass global_batch=, the samples per optimizer step over all ranks."
+        )
+    return global_batch
+
+
+def _check_numbers(**numbers: Any) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise TrainingError(f"{name}={value!r} must be a whole number, 1 or more.")
+
+
+@contextlib.contextmanager
+def _telling(progress: bool) -> Iterator[Tell]:
+    """A line on a terminal that says what is running; nothing elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not progress or not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(f"verifying: {text}")

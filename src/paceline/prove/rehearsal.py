@@ -1,0 +1,182 @@
+"""A few steps of a run on this rank, watched: what each computed, and how it was computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data import Loader
+from paceline.engine import Engine
+from paceline.errors import DataError
+from paceline.prove.cases import Case
+from paceline.prove.measure import Values
+from paceline.prove.quiet import NoDropout, random_state
+from paceline.prove.samples import Cut, cutting
+from paceline.prove.subject import Subject
+from paceline.world import World
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass
+class Facts:
+    """What a run showed of the model that the words of a report need."""
+
+    order: list[str] = field(default_factory=list)
+    """Modules in the order in which they first ran."""
+    ties: list[list[str]] = field(default_factory=list)
+    """Names of parameters that are one tensor."""
+    live_norms: list[str] = field(default_factory=list)
+    """Plain batch norms that normalise over the samples they see."""
+    dropout: bool = False
+    draws: bool = False
+    """Whether the forward pass drew random numbers other than for dropout."""
+
+
+class Rehearsal:
+    """One engine on one case, stepped over the subject's data.
+
+    ``alone``: on one process, where a plain batch norm sees everything; ``cut`` says how its
+    batches are cut.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        case: Case,
+        *,
+        world: World,
+        alone: bool = False,
+        cut: Cut | None = None,
+    ) -> None:
+        built = subject.build()
+        self.facts = Facts()
+        self._quiet = NoDropout()
+        self._quiet.silence(built.model)
+        options = built.options
+        options["layout"] = case.layout
+        options["microbatch"] = case.microbatch
+        if alone:
+            options["sync_batchnorm"] = False
+            options["microbatch"] = None if cut is None else 1  # any: the cut is what counts
+        self._cut = cut
+        self._steps = subject.steps
+        # Later layouts put several ranks on the same samples; today every rank has its own.
+        rank = world.rank // max(1, world.size // case.layout.dp)
+        self.loader = subject.loader(built, rank, case.layout.dp)
+        self.engine = Engine(
+            built.model, optimizer=built.optimizer, loss=built.loss, world=world, **options
+        )
+        self.built = built
+        self.engine.observer = self._observe
+        self._gradients: dict[str, Tensor] = {}
+        self.samples: list[int] = []
+        """By step: the samples of the global batch, by the engine's account."""
+        self.facts.ties = tied(self.engine.model)
+
+    def run(self) -> Iterator[tuple[int, Values]]:
+        """The steps, from 1, each with everything it computed."""
+        batches = endless(self.loader)
+        removers = self._note_order()
+        try:
+            for step in range(1, self._steps + 1):
+                batch = next(batches)
+                before = random_state()
+                with self._quiet, self._cutting():
+                    result = self.engine.step(batch)
+                self.engine.settle()
+                self.samples.append(result.samples)
+                self.facts.draws |= before != random_state()
+                self.facts.dropout |= self._quiet.met
+                yield step, self._values(result.loss, result.grad_norm)
+        finally:
+            for remove in removers:
+                remove()
+            self.loader.close()
+        self.facts.live_norms = [
+            name
+            for name, module in self.engine.model.named_modules()
+            if isinstance(module, _BATCH_NORMS) and module.training
+        ]
+
+    def state(self) -> Values:
+        """The parameters and buffers as they are now."""
+        model = self.engine.model
+        return {
+            "parameter": _copies(dict(model.named_parameters(remove_duplicate=False))),
+            "buffer": _copies(dict(model.named_buffers(remove_duplicate=False))),
+        }
+
+    def _cutting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._cut is None else cutting(self._cut)
+
+    def _observe(self, engine: Engine) -> None:
+        self._gradients = _copies(
+            {
+                name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                for name, parameter in engine.model.named_parameters()
+                if parameter.requires_grad
+            }
+        )
+
+    def _values(self, loss: float, norm: float | None) -> Values:
+        values: Values = {
+            "loss": {"": torch.tensor(loss, dtype=torch.float64)},
+            "gradient": self._gradients,
+            "norm": {},
+        }
+        if norm is not None:
+            values["norm"][""] = torch.tensor(norm, dtype=torch.float64)
+        return values | self.state()
+
+    def _note_order(self) -> list[Any]:
+        """Hooks that note when each module first runs; what takes them off again."""
+        seen = self.facts.order
+
+        def note(name: str) -> Any:
+            def hook(module: nn.Module, inputs: Any) -> None:
+                if name not in seen:
+                    seen.append(name)
+
+            return hook
+
+        return [
+            module.register_forward_pre_hook(note(name)).remove
+            for name, module in self.engine.model.named_modules()
+        ]
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole of each tensor, gathered where ranks hold parts of it, on the CPU."""
+    copies: dict[str, Tensor] = {}
+    by_identity: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in by_identity:  # what is one tensor stays one
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            by_identity[id(tensor)] = whole.detach().cpu().clone()
+        copies[name] = by_identity[id(tensor)]
+    return copies
+
+
+def tied(model: nn.Module) -> list[list[str]]:
+    """Groups of names under which the model holds one and the same parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def endless(loader: Loader) -> Iterator[Any]:
+    """The loader's batches, epoch after epoch."""
+    while True:
+        none = True
+        for batch in loader:
+            none = False
+            yield batch
+        if none:
+            raise DataError("the data yields no batch, so there is no step to verify.")

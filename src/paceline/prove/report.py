@@ -1,0 +1,142 @@
+"""What the prover found: a row a layout, printable and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.prove.measure import Place
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Where:
+    """A compared value: ``kind`` (loss, gradient, norm, parameter, buffer), ``tensor``, step."""
+
+    kind: str
+    tensor: str
+    module: str
+    step: int
+    rank: int
+
+    @classmethod
+    def at(cls, place: Place, rank: int) -> Where:
+        """From the place in the comparison."""
+        return cls(place.kind, place.name, place.name.rpartition(".")[0], place.step, rank)
+
+    def __str__(self) -> str:
+        what = f"{self.kind} {self.tensor}".strip()
+        return f"{what}, step {self.step}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout: ``verdict`` is ``same``, ``differs`` or ``failed``.
+
+    ``difference`` is the largest relative difference, found at ``where``; ``first`` is the first
+    tensor in execution order that differs, and ``cause`` the likely reason, with ``words``.
+    """
+
+    layout: str
+    verdict: str
+    difference: float = 0.0
+    allowed: float = 0.0
+    where: Where | None = None
+    first: Where | None = None
+    first_difference: float = 0.0
+    cause: str | None = None
+    words: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the layout computes what one process computes."""
+        return self.verdict == "same"
+
+
+@dataclass
+class Report:
+    """The proof: ``ok`` when every layout computes what one process computes."""
+
+    rows: list[Row]
+    steps: int
+    global_batch: int
+    precision: str
+    noise: float
+    plant: str | None = None
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every layout is the same as one process."""
+        return all(row.ok for row in self.rows)
+
+    def to_json(self) -> str:
+        """The whole report as one JSON object."""
+        return json.dumps(_plain({"ok": self.ok, **asdict(self)}), indent=2)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        self.show(Console(file=text, width=_WIDTH, color_system=None))
+        return text.getvalue().rstrip("\n")
+
+    def show(self, console: Console) -> None:
+        """Print the table and, below it, what is wrong and what was done."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("layout", "verdict", "largest difference", "allowed", "where"):
+            table.add_column(name, overflow="fold")
+        for row in self.rows:
+            colour = "green" if row.ok else "red"
+            failed = row.verdict == "failed"
+            table.add_row(
+                row.layout,
+                f"[{colour}]{row.verdict}[/{colour}]",
+                "" if failed else f"{row.difference:.1e}",
+                "" if failed else f"{row.allowed:.0e}",
+                "" if row.where is None else str(row.where),
+            )
+        console.print(
+            f"{self.steps} steps of {self.global_batch} samples in {self.precision}, "
+            "against one process:",
+            highlight=False,
+        )
+        console.print(table)
+        for row in self.rows:
+            if not row.ok:
+                console.print(_explanation(row), markup=False, highlight=False)
+        for note in self.notes:
+            console.print(f"note: {note}", markup=False, highlight=False)
+
+
+def _explanation(row: Row) -> str:
+    if row.verdict == "failed":
+        return f"{row.layout}: failed: {row.words}"
+    lines = [f"{row.layout}:"]
+    if row.first is not None:
+        rank = f", rank {row.first.rank}"
+        module = f", in module {row.first.module}" if row.first.module else ""
+        lines.append(f"  first to differ: {row.first}{rank}{module} ({row.first_difference:.1e})")
+    lines.append(f"  likely cause: {row.words} [{row.cause}]")
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become strings."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

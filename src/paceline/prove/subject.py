@@ -1,0 +1,144 @@
+"""What is proved: a model, its loss, optimizer and data, in a form that travels to the ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.config import Config
+from paceline.data import Loader, from_dataloader, loader
+from paceline.engine.engine import EngineOptions, OptimizerFactory
+from paceline.engine.loss import LossFunction
+from paceline.errors import DataError, TrainingError
+from paceline.testing.pickling import pickle_call
+from paceline.trainer import run
+from paceline.trainer.options import DataOptions
+
+
+@dataclass(frozen=True)
+class Built:
+    """One fresh copy of everything a run needs."""
+
+    model: nn.Module
+    optimizer: Optimizer | OptimizerFactory
+    loss: LossFunction | None
+    data: Any
+    data_options: DataOptions
+    options: EngineOptions
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is run again and again; each run builds it anew from ``payload``."""
+
+    payload: bytes
+    global_batch: int | None
+    seed: int
+    steps: int
+    precision: str
+
+    def build(self) -> Built:
+        """A copy nobody has trained yet, the same on every rank."""
+        function, arguments = pickle.loads(self.payload)
+        torch.manual_seed(self.seed)
+        built: Built = function(*arguments)
+        if not isinstance(built.model, nn.Module):
+            raise TrainingError(
+                f"the model function made a {type(built.model).__name__}, not a torch.nn.Module."
+            )
+        built.model.train()
+        # Compiled code would hide dropout from the prover, and takes longer than the proof.
+        options = EngineOptions(**{**built.options, "compile": False})
+        options["precision"] = self.precision
+        return replace(built, options=options)
+
+    def loader(self, built: Built, rank: int, size: int) -> Loader:
+        """The data as rank ``rank`` of ``size`` data-parallel ranks reads it."""
+        if isinstance(built.data, DataLoader):
+            return from_dataloader(
+                built.data, global_batch=self.global_batch, seed=self.seed, rank=rank, size=size
+            )
+        options = built.data_options
+        return loader(
+            built.data,
+            global_batch=self.global_batch,
+            seed=self.seed,
+            shuffle=options.shuffle,
+            drop_last=options.drop_last,
+            collate_fn=options.collate_fn,
+            rank=rank,
+            size=size,
+        )
+
+
+def given(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: Optimizer | OptimizerFactory,
+    loss: LossFunction | None,
+    data: Any,
+    data_options: DataOptions,
+    options: EngineOptions,
+) -> bytes:
+    """The payload of what a caller of :func:`paceline.verify` passed."""
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise TrainingError(
+                f"verify(model={model!r}): give a torch.nn.Module or a function that makes one."
+            )
+        if isinstance(optimizer, Optimizer):
+            raise TrainingError(
+                "verify(): the model is a function, so the optimizer must be one too, called with "
+                "the model's parameters, like lambda parameters: torch.optim.AdamW(parameters)."
+            )
+    if isinstance(data, Loader):
+        raise DataError(
+            "verify(data=Loader): a Loader already belongs to one world. Give the dataset or the "
+            "torch DataLoader that it was made of."
+        )
+    try:
+        return pickle_call(_assemble, (model, optimizer, loss, data, data_options, options))
+    except TypeError as error:
+        raise TrainingError(
+            f"verify(): what was passed cannot be sent to the ranks: {error.__cause__}. Pass a "
+            "function that makes the model, and a dataset that can be pickled."
+        ) from error
+
+
+def _assemble(
+    model: Any, optimizer: Any, loss: Any, data: Any, data_options: Any, options: Any
+) -> Built:
+    made = model if isinstance(model, nn.Module) else model()
+    return Built(made, optimizer, loss, data, data_options, options)
+
+
+def configured(config: Config) -> bytes:
+    """The payload of a config: every rank builds what it names."""
+    return pickle_call(_from_config, (config,))
+
+
+def _from_config(config: Config) -> Built:
+    model = run._model(config)
+    data, _ = run._datasets(config)
+    return Built(
+        model=model,
+        optimizer=run._optimizer(config, model),
+        loss=None if config.loss is None else run._loss(config.loss),
+        data=data,
+        data_options=DataOptions(
+            shuffle=None if config.data.shuffle else False, drop_last=config.data.drop_last
+        ),
+        options=EngineOptions(
+            clip_norm=config.train.clip_norm,
+            clip_value=config.train.clip_value,
+            nonfinite=config.train.nonfinite,
+            sync_batchnorm=config.train.sync_batchnorm,
+            schedule=run._schedule(config, data),
+        ),
+    )
