@@ -83,7 +83,7 @@ def test_list_plants(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
 WRONG = {
     (): "no layout to verify: name at least one, like --layout dp=2",
     ("--layout=dq=2",): "layout 'dq=2': 'dq' is not one of dp, zero, replicas, tp, pp, cp, ep. "
-    "Write it like \"dp=4,tp=2\".",
+    'Write it like "dp=4,tp=2".',
     ("--layout=dp=0",): "layout: dp=0 must be 1 or more.",
     ("--layout=auto",): "layout 'auto' does not say how many ranks it takes. Write it like 'dp=2'.",
     (

@@ -1,6 +1,7 @@
 """The engine: precision, accumulation, clipping, the step."""
 
-from paceline.engine.engine import Engine, EngineOptions
+from paceline.engine.engine import Engine
+from paceline.engine.options import EngineOptions
 from paceline.engine.prepare import prepare
 from paceline.engine.result import StepResult
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -28,58 +28,15 @@ from paceline.engine.checks import (
 from paceline.engine.gradients import Gradients
 from paceline.engine.loss import LossFunction, LossModule, Term
 from paceline.engine.nonfinite import Problem
+from paceline.engine.options import DEFAULTS, EngineOptions, OptimizerFactory, check_option_names
 from paceline.engine.precision import Precision
 from paceline.engine.result import Numbers, StepResult
-from paceline.errors import CheckpointError, TrainingError
+from paceline.errors import CheckpointError
 from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.compose import spread
 from paceline.parallel.replicate import sync_buffers
 from paceline.world import World
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-Schedule = Callable[[int], float] | LRScheduler
-
-
-class EngineOptions(TypedDict, total=False):
-    """The settings that ``Engine`` and ``Trainer`` share; :class:`Engine` explains them."""
-
-    layout: str | Layout
-    microbatch: int | None
-    precision: str
-    clip_norm: float | None
-    clip_value: float | None
-    schedule: Schedule | None
-    compile: bool
-    nonfinite: Literal["stop", "skip", "ignore"]
-    sync_batchnorm: bool
-    forward: Callable[[nn.Module, Any], Any] | None
-    count: Callable[[Any], int | Tensor] | None
-
-
-_DEFAULTS = EngineOptions(
-    layout="auto",
-    microbatch=None,
-    precision="fp32",
-    clip_norm=None,
-    clip_value=None,
-    schedule=None,
-    compile=False,
-    nonfinite="stop",
-    sync_batchnorm=False,
-    forward=None,
-    count=None,
-)
-
-
-def check_option_names(options: Mapping[str, Any]) -> None:
-    """Refuse an option that the engine does not have."""
-    unknown = set(options) - set(_DEFAULTS)
-    if unknown:
-        raise TrainingError(
-            f"Engine got unknown options {', '.join(sorted(unknown))}; it takes "
-            f"{', '.join(sorted(_DEFAULTS))}."
-        )
 
 
 class Engine:
@@ -120,7 +77,7 @@ class Engine:
         **options: Unpack[EngineOptions],
     ) -> None:
         check_option_names(options)
-        self.options = EngineOptions(**{**_DEFAULTS, **options})
+        self.options = EngineOptions(**{**DEFAULTS, **options})
         check_model_and_options(model, self.options)
         self.world = world if world is not None else World.current()
         self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from paceline.config import Config
 from paceline.engine import EngineOptions
-from paceline.engine.engine import OptimizerFactory
 from paceline.engine.loss import LossFunction
+from paceline.engine.options import OptimizerFactory
 from paceline.engine.precision import PRECISIONS
 from paceline.errors import ConfigError, TrainingError
 from paceline.layout import Layout

@@ -108,17 +108,17 @@ class Report:
                 "" if failed else f"{row.allowed:.0e}",
                 "" if row.where is None else str(row.where),
             )
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         console.print(
-            f"{self.steps} steps of {self.global_batch} samples in {self.precision}, "
-            "against one process:",
+            f"{steps} of {self.global_batch} samples in {self.precision}, against one process:",
             highlight=False,
         )
         console.print(table)
         for row in self.rows:
             if not row.ok:
-                console.print(_explanation(row), markup=False, highlight=False)
+                console.print(_explanation(row), markup=False, highlight=False, soft_wrap=True)
         for note in self.notes:
-            console.print(f"note: {note}", markup=False, highlight=False)
+            console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _explanation(row: Row) -> str:

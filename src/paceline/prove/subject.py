@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from paceline.config import Config
 from paceline.data import Loader, from_dataloader, loader
-from paceline.engine.engine import EngineOptions, OptimizerFactory
 from paceline.engine.loss import LossFunction
+from paceline.engine.options import EngineOptions, OptimizerFactory
 from paceline.errors import DataError, TrainingError
 from paceline.testing.pickling import pickle_call
 from paceline.trainer import run

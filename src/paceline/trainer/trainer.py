@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from paceline import checkpoint as checkpoints
 from paceline.data import Loader, from_dataloader, loader
 from paceline.engine import Engine, EngineOptions
-from paceline.engine.engine import OptimizerFactory, check_option_names
 from paceline.engine.loss import LossFunction
+from paceline.engine.options import OptimizerFactory, check_option_names
 from paceline.errors import CheckpointError, DataError, TrainingError
 from paceline.events import FILE_NAME
 from paceline.launch.environment import read_environment
