@@ -75,7 +75,7 @@ def test_check_says_ok_and_what_would_run(paceline: Terminal) -> None:
     steps, batch = Config().train.steps, Config().batch.global_batch
     assert (status, shown) == (0, "")
     assert output.startswith("ok: paceline.models.gpt:GPT on paceline.data.text:stdlib_source, ")
-    assert f"{steps} steps of {batch} samples" in output
+    assert f"{steps} steps, global batch {batch}" in output
     assert "dp=2" in output
 
 
@@ -83,7 +83,7 @@ def test_check_says_the_epochs_and_the_scaling(paceline: Terminal) -> None:
     settings = ["train.epochs=2", "schedule.lr_scaling=sqrt", "schedule.reference_batch=8",
                 "batch.global_batch=32", "optimizer.lr=0.1"]  # fmt: skip
     _, output, _ = paceline("config", "check", *(f"--set={setting}" for setting in settings))
-    assert "2 epochs of 32 samples, adamw, lr 0.2 (0.1 at batch 8, sqrt scaling), dp=2" in output
+    assert "2 epochs, global batch 32, adamw, lr 0.2 (0.1 at batch 8, sqrt scaling), dp=2" in output
 
 
 def test_check_says_every_problem_on_a_line_and_exits_2(paceline: Terminal) -> None:

@@ -166,3 +166,16 @@ def test_ctrl_c_before_the_ranks_are_started(
     monkeypatch.setattr("paceline.config.load", interrupted)
     status, _, err = train(monkeypatch, capsys)
     assert (status, err) == (130, "interrupted before the ranks were started\n")
+
+
+def test_nproc_changes_a_config_that_has_its_layout_written_out(tmp_path: Path) -> None:
+    from paceline.cli.train import _Request
+    from paceline.config import dump, load, resolve
+
+    written = tmp_path / "my.yaml"
+    written.write_text(dump(resolve(load(None), devices=0)))
+    for flag in ("launch.nproc=4", "layout=dp=4"):
+        request = _Request([str(written)], None, [], {flag: "--flag"}, [], None, None)
+        request.adjust_ranks_of(load(written))
+        config = resolve(request.load(str(written)), devices=0)
+        assert (config.layout, config.launch.nproc) == ("dp=4", 4)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import check, load
+from paceline.config import load_checked
 from paceline.errors import ConfigError
 
 
@@ -45,9 +45,10 @@ CASES = read_table()
 
 def problems(source: object, overrides: list[str]) -> list[str]:
     try:
-        return check(load(source, overrides), devices=0)  # type: ignore[arg-type]
+        load_checked(source, overrides, devices=0)  # type: ignore[arg-type]
     except ConfigError as error:
         return str(error).split("\n")
+    return []
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

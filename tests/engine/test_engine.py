@@ -476,8 +476,8 @@ WRONG = {
     "unknown option": (
         TrainingError,
         lambda: paceline.Engine(linear(), optimizer=from_parameters, clip=1.0),
-        "Engine got unknown options clip; it takes clip_norm, clip_value, compile, count, forward, "
-        "layout, microbatch, nonfinite, precision, schedule, sync_batchnorm.",
+        "Engine got an unknown argument clip. Did you mean clip_norm? It takes clip_norm, clip_value, "
+        "compile, count, forward, layout, microbatch, nonfinite, precision, schedule, sync_batchnorm.",
     ),
     "not a module": (
         TrainingError,

@@ -481,3 +481,31 @@ def test_a_broken_tracker_does_not_harm_the_run(tmp_path: Path) -> None:
     assert notes == [
         "Broken stopped recording (OSError: no space left). The run goes on without it."
     ]
+
+
+def test_early_stopping_and_resuming_from_nothing_are_told(tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path,
+        metrics={"flat": lambda out, t: 0.25},
+        callbacks=[paceline.EarlyStopping("flat", patience=2)],
+        evaluation=paceline.Evaluation(every=1),
+    )
+    run.fit(dataset(), dataset(), steps=9, resume=True)
+    notes = [e.message for e in events.read(tmp_path) if isinstance(e, events.Note)]
+    assert notes == [
+        f"{tmp_path} holds no checkpoint: the run starts from the beginning",
+        "stopped at step 3: flat has not improved for 2 evaluations (best 0.2500)",
+    ]
+
+
+def test_misspelt_arguments_and_metrics_are_named_at_once() -> None:
+    with pytest.raises(
+        TrainingError,
+        match=r"unknown argument globl_batch\. Did you mean global_batch\?",
+    ):
+        trainer(globl_batch=3)
+    with pytest.raises(
+        TrainingError,
+        match="EarlyStopping watches the metric 'acuracy', but the evaluation gave loss",
+    ):
+        trainer(callbacks=[paceline.EarlyStopping("acuracy")]).fit(dataset(), dataset(), steps=1)

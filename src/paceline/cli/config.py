@@ -33,13 +33,9 @@ def check(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
     One line for each problem; the exit status is 2 when there is any.
     """
-    import paceline.config
-    from paceline.errors import ConfigError
+    from paceline.config import load_checked, resolve, summary
 
-    loaded = paceline.config.load(config, overrides or ())
-    if problems := paceline.config.check(loaded):
-        raise ConfigError(problems)
-    typer.echo(f"ok: {paceline.config.summary(paceline.config.resolve(loaded))}")
+    typer.echo(f"ok: {summary(resolve(load_checked(config, overrides or ())))}")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,22 +145,20 @@ class _Request:
 
     def load(self, source: str | Path | None, *, checked: bool = True) -> Config:
         """The config with all overrides; problems name the flags they come from."""
-        from paceline.config import check, load
+        from paceline.config import load, load_checked
         from paceline.errors import ConfigError
 
+        read = load_checked if checked else load
         try:
-            config = load(source, [*self._adjusted, *self.flags, *self.overrides])
-            if checked and (problems := check(config)):
-                raise ConfigError(problems)
+            return read(source, [*self._adjusted, *self.flags, *self.overrides])
         except ConfigError as error:
             raise ConfigError([self._in_users_words(text) for text in error.problems]) from None
-        return config
 
     def adjust_ranks_of(self, stored: Config) -> None:
-        """Another --nproc on resume changes the resolved layout in the run folder, and vice versa.
+        """Let --nproc change the layout of a config that has both written out, and vice versa.
 
-        Both are written out in a run folder, so that one of them alone would always contradict
-        the other.
+        A run folder and ``paceline config show`` write both, so that one of them alone would
+        always contradict the other.
         """
         from paceline.layout import Layout
 
@@ -224,9 +223,11 @@ def _run_script(request: _Request) -> None:
 def _run_config(request: _Request) -> None:
     from paceline.cli.train_report import is_finished, say_done, tell
     from paceline.config import dump, load, resolve, summary
+    from paceline.errors import ConfigError
     from paceline.launch.run_folder import new_run, new_run_at, open_run
 
     if request.resume is not None:
+        source = None
         run = open_run(request.resume)
         stored = load(run.config)
         request.adjust_ranks_of(stored)
@@ -234,7 +235,10 @@ def _run_config(request: _Request) -> None:
         if is_finished(run, stored, config):
             return
     else:
-        config = resolve(request.load(next(iter(request.configs), None)))
+        source = next(iter(request.configs), None)
+        with contextlib.suppress(ConfigError):  # said, with all other problems, by request.load
+            request.adjust_ranks_of(load(source))
+        config = resolve(request.load(source))
         root, name = config.track.run_dir, config.name
         run = new_run_at(request.run_dir) if request.run_dir else new_run(root, name)
     with run.in_use():
@@ -242,7 +246,7 @@ def _run_config(request: _Request) -> None:
         tell(summary(config))
         tell(f"run folder: {run}")
         _launch(config, run, resume=request.resume is not None)
-    say_done(config, run)
+    say_done(config, run, source)
 
 
 def _launch(config: Config, run: RunFolder, *, resume: bool) -> None:

@@ -39,8 +39,8 @@ def is_finished(run: RunFolder, stored: Config, config: Config) -> bool:
     return True
 
 
-def say_done(config: Config, run: RunFolder) -> None:
-    """What the run achieved, where it lies, and what to try next."""
+def say_done(config: Config, run: RunFolder, source: str | None) -> None:
+    """What the run achieved, where it lies, and what to try next; ``source`` is its config file."""
     tell()
     for line in Summary.read(run.path).lines():
         tell(line)
@@ -51,10 +51,12 @@ def say_done(config: Config, run: RunFolder) -> None:
     if config.track.tensorboard:
         tell(f"  see the curves   tensorboard --logdir {_quoted(run.tensorboard)}")
     else:
-        tell("  see the curves   paceline train --set track.tensorboard=true")
+        again = f"paceline train {shlex.quote(source)}" if source else "paceline train"
+        tell(f"  see the curves   {again} --set track.tensorboard=true")
     if config.track.mlflow is not None:
         tell(f"                   mlflow ui --backend-store-uri {mlflow_uri(config, run)}")
-    tell("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
+    if source is None:
+        tell("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
 
 
 def say_stopped(run: RunFolder, stop: KeyboardInterrupt | SystemExit) -> NoReturn:

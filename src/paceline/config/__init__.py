@@ -7,7 +7,7 @@ print(dump(resolve(config)))                               # "auto" made explici
 
 from paceline.config.checks import check
 from paceline.config.devices import count_gpus
-from paceline.config.loading import load
+from paceline.config.loading import load, load_checked
 from paceline.config.resolving import dump, json_schema, learning_rate, resolve, summary
 from paceline.config.schedule import lr_factor, scaled_lr
 from paceline.config.schema import (
@@ -46,6 +46,7 @@ __all__ = [
     "json_schema",
     "learning_rate",
     "load",
+    "load_checked",
     "lr_factor",
     "resolve",
     "scaled_lr",

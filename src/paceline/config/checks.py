@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -29,11 +29,14 @@ _RANK_KEYS: tuple[Path, ...] = (("layout",), ("launch", "nproc"))
 Problems = Iterator[tuple[Path, str]]
 
 
-def check(config: Config, *, devices: int | None = None) -> list[str]:
+def check(
+    config: Config, *, devices: int | None = None, leaving_out: Iterable[Path] = ()
+) -> list[str]:
     """Every reason why ``config`` cannot run on this machine, one message each; empty when it can.
 
     Nothing is imported and nothing is written: models, losses and datasets are looked up by
     reading their source. ``devices`` is the number of GPUs, counted on this machine when ``None``.
+    What involves a key in ``leaving_out``, whose value is not the user's, is not mentioned.
     """
     gpus = count_gpus() if devices is None else devices
     callees: dict[str, Callee] = {}
@@ -47,7 +50,12 @@ def check(config: Config, *, devices: int | None = None) -> list[str]:
         *_saving(config, callees),
         *_demo_model(config),
     ]
-    return config._sources.messages(problems)
+    broken = [(path, ".".join(path)) for path in leaving_out]
+    return config._sources.messages(
+        (blamed, text)
+        for blamed, text in problems
+        if not any(blamed[: len(path)] == path or dotted in text for path, dotted in broken)
+    )
 
 
 def _targets(config: Config, callees: dict[str, Callee]) -> Problems:
@@ -115,7 +123,7 @@ def _duration(config: Config) -> Problems:
         yield (
             config._sources.culprit(("schedule", "warmup_steps"), ("train", "steps")),
             f"schedule.warmup_steps={warmup} must be below train.steps={steps}, or the run ends "
-            "before it reaches its learning rate",
+            "before it reaches its learning rate; 0 is no warmup",
         )
 
 
@@ -178,20 +186,18 @@ def _batch(config: Config, gpus: int) -> Problems:
         dp = Layout.parse(config.layout, world_size=nproc_of(config, gpus)).dp
     except LayoutError:
         return  # said by _ranks
-    total, micro = config.batch.global_batch, config.batch.microbatch
+    total = config.batch.global_batch
     if total < dp:
         yield (
             config._sources.culprit(("batch", "global_batch"), *_RANK_KEYS),
             f"batch.global_batch={total} must be at least dp={dp}, or some ranks get no samples",
         )
-    largest_share = -(-total // dp)
-    if micro is not None and micro > largest_share:
+    micro = config.batch.microbatch
+    if micro is not None and micro > total:
         yield (
-            config._sources.culprit(
-                ("batch", "microbatch"), ("batch", "global_batch"), *_RANK_KEYS
-            ),
-            f"batch.microbatch={micro} must be at most {largest_share}: a rank's share of "
-            f"batch.global_batch={total} over dp={dp}",
+            config._sources.culprit(("batch", "microbatch"), ("batch", "global_batch")),
+            f"batch.microbatch={micro} must be at most batch.global_batch={total}: it is a part "
+            "of it",
         )
 
 
@@ -221,6 +227,12 @@ def _saving(config: Config, callees: Mapping[str, Callee]) -> Problems:
             ("checkpoint", "best"),
             f"checkpoint.best={checkpoint.best!r} needs validation data: set data.val, or let "
             "data.target be a function that returns (train, val)",
+        )
+    if checkpoint.best is not None and checkpoint.best != "loss":
+        yield (
+            ("checkpoint", "best"),
+            f"checkpoint.best={checkpoint.best!r} must be 'loss', the only metric a config has; "
+            "for others, use paceline.Trainer(metrics=…) in Python",
         )
     if checkpoint.best is None and checkpoint.mode == "max":
         yield (

@@ -26,3 +26,4 @@ MIN_RATIO: Final = 0.1
 GLOBAL_BATCH: Final = 32
 STEPS: Final = 250
 CLIP_NORM: Final = 1.0
+CHECKPOINT_EVERY: Final = 100

@@ -9,9 +9,10 @@ from typing import Any
 
 from paceline.config import overrides as overriding
 from paceline.config import python_file, yaml_file
+from paceline.config.checks import check
 from paceline.config.keys import nearest
 from paceline.config.schema import Config
-from paceline.config.sources import Sources
+from paceline.config.sources import Path, Sources
 from paceline.config.validate import validate
 from paceline.config.values import found
 from paceline.errors import ConfigError
@@ -29,25 +30,45 @@ def load(
     :class:`Config`, or ``None`` for the demo. Raises :class:`ConfigError` with every problem of
     the values by themselves; :func:`paceline.config.check` finds those that need several of them.
     """
+    config, problems, _ = _parse(source, overrides)
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def load_checked(
+    source: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    devices: int | None = None,
+) -> Config:
+    """Like :func:`load`, and :func:`paceline.config.check` too: the problems of both at once."""
+    config, problems, broken = _parse(source, overrides)
+    if config is not None:
+        problems += check(config, devices=devices, leaving_out=broken)
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def _parse(
+    source: str | os.PathLike[str] | Mapping[str, Any] | Config | None, overrides: Iterable[str]
+) -> tuple[Config | None, list[str], list[Path]]:
+    """What of the config is sound, the problems with the rest, and the keys they are about."""
     sources = Sources()
-    problems: list[str] = []
+    unreadable: list[str] = []
     data: Mapping[str, Any] = {}
     try:
         data = _read(source, sources)
     except ConfigError as error:
-        problems += error.problems
-    unreadable = bool(problems)
+        unreadable += error.problems
     merged, override_problems = overriding.apply(data, overrides, sources)
-    problems += override_problems
     if unreadable:
-        raise ConfigError(problems)
-    try:
-        config = validate(merged, sources)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *problems]) from None
-    if problems:
-        raise ConfigError(problems)
-    return config
+        return None, unreadable + override_problems, []
+    config, problems = validate(merged, sources)
+    if override_problems:  # nobody knows what they were to change
+        config = None
+    return config, sources.messages(problems) + override_problems, [path for path, _ in problems]
 
 
 def _read(

@@ -69,8 +69,9 @@ def summary(config: Config) -> str:
             f"{config.schedule.lr_scaling} scaling)"
         )
     return (
-        f"{config.model.target} on {config.data.target}, {length} of {config.batch.global_batch} "
-        f"samples, {config.optimizer.name}, {rate}, {config.layout}, {config.precision}"
+        f"{config.model.target} on {config.data.target}, {length}, global batch "
+        f"{config.batch.global_batch}, {config.optimizer.name}, {rate}, {config.layout}, "
+        f"{config.precision}"
     )
 
 

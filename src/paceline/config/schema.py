@@ -198,7 +198,8 @@ class Checkpoint(Section):
     """When state is saved and what is kept."""
 
     every: Positive | None = Field(
-        default=None, description="Save every this many steps; null: only at the end."
+        default=demo.CHECKPOINT_EVERY,
+        description="Save every this many steps; null: only at the end.",
     )
     keep: Positive = Field(default=2, description="How many of the latest checkpoints to keep.")
     best: str | None = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,24 +13,41 @@ from paceline.config.keys import FIELDS, is_free, keys_of, section_of, suggest, 
 from paceline.config.schema import Config
 from paceline.config.sources import Path, Sources
 from paceline.config.values import choice_meant, expected, found
-from paceline.errors import ConfigError
 
 
-def validate(data: Mapping[str, Any], sources: Sources) -> Config:
-    """The config that ``data`` describes; raises :class:`ConfigError` with all its problems.
+def validate(
+    data: Mapping[str, Any], sources: Sources
+) -> tuple[Config | None, list[tuple[Path, str]]]:
+    """The config that ``data`` describes, and every problem with it by itself.
 
-    ``sources`` says where each key was written; the config remembers it for later messages.
+    Where there are problems, the config is what is left without the keys they are about: good
+    enough to look for more of them, ``None`` if it is not. ``sources`` says where each key was
+    written; the config remembers it for later messages.
     """
     problems: list[tuple[Path, str]] = []
     known = _without_unknown(data, (), (), sources, problems)
+    config: Config | None = None
     try:
         config = Config.model_validate(known)
     except ValidationError as error:
-        problems += explain(error)
-    if problems:
-        raise ConfigError(sources.messages(problems))
-    config._sources = sources
-    return config
+        wrong = explain(error)
+        problems += wrong
+        with contextlib.suppress(ValidationError):
+            config = Config.model_validate(_without(known, [path for path, _ in wrong]))
+    if config is not None:
+        config._sources = sources
+    return config, problems
+
+
+def _without(data: Mapping[str, Any], paths: list[Path]) -> dict[str, Any]:
+    """``data`` without the keys at ``paths``."""
+    left = {}
+    for key, value in data.items():
+        below = [path[1:] for path in paths if path[:1] == (key,)]
+        if () in below:
+            continue
+        left[key] = _without(value, below) if below and isinstance(value, Mapping) else value
+    return left
 
 
 def explain(error: ValidationError) -> list[tuple[Path, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
@@ -47,11 +48,15 @@ DEFAULTS = EngineOptions(
 )
 
 
-def check_option_names(options: Mapping[str, Any]) -> None:
-    """Refuse an option that the engine does not have."""
-    unknown = set(options) - set(DEFAULTS)
-    if unknown:
-        raise TrainingError(
-            f"Engine got unknown options {', '.join(sorted(unknown))}; it takes "
-            f"{', '.join(sorted(DEFAULTS))}."
-        )
+def check_option_names(
+    options: Mapping[str, Any], who: str = "Engine", others: Iterable[str] = ()
+) -> None:
+    """Refuse an option that the engine does not have; ``others`` are arguments of ``who``."""
+    known = sorted({*DEFAULTS, *others})
+    for name in options:
+        if name not in DEFAULTS:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise TrainingError(
+                f"{who} got an unknown argument {name}.{hint} It takes {', '.join(known)}."
+            )

@@ -57,6 +57,7 @@ class JobRun:
 
     def results(self, call: bytes, *, join: bool, device: str) -> list[Any]:
         """Run it; the results by rank, or :class:`RankFailed` for the first rank that failed."""
+        __tracebackhide__ = True  # pytest shows the rank's error, not how it came here
         # A function that joins by torch's own means needs a store that nobody has used before.
         store = None if join else serve_store()
         port = self._server.store_port if store is None else store.port

@@ -71,6 +71,7 @@ class RankPool:
         :class:`~paceline.errors.RankFailed` is raised for the first that did, with its traceback,
         and with the original exception as its cause. The ranks of that job are replaced.
         """
+        __tracebackhide__ = True  # pytest shows the rank's error, not how it came here
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ValueError(f"world_size={world_size!r} must be a whole number, 1 or more.")
         limit = self._timeout if timeout is None else _checked_timeout(timeout)

@@ -75,7 +75,10 @@ class EarlyStopping(Callback):
             return
         self.waited += 1
         if self.waited >= self.patience:
-            trainer.stop()
+            trainer.stop(
+                f"{self.metric} has not improved for {self.waited} evaluations "
+                f"(best {self._sign * self.best:.4f})"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and how long ago it was."""

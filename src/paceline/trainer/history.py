@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline import events
 from paceline.events import EpochDone, EvalDone, Event, RunFinished, StepDone
@@ -91,3 +92,12 @@ class History:
         val = f", val_loss={self.val_loss:.4f}" if self.val_loss is not None else ""
         last = self.steps[-1].step if self.steps else 0
         return f"History({self.reason or 'running'} at step {last}{loss}{val})"
+
+
+def where_stopped(history: History, run_dir: Path | None) -> str:
+    """What to tell the person who pressed Ctrl-C."""
+    last = history.steps[-1].step if history.steps else 0
+    where = f"stopped at step {last}" if last else "stopped before the first step"
+    if run_dir is None:
+        return f"{where}; nothing is saved without a run_dir"
+    return f"{where}; go on with fit(..., resume=True) on run_dir={str(run_dir)!r}"

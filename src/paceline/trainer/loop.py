@@ -353,6 +353,9 @@ class Loop:
 
     def _finish(self, reason: str) -> History:
         self._catch_up()
+        if reason == "stopped" and self.stops.reason:
+            step = self.engine.steps_done
+            self.reporter.emit(Note(message=f"stopped at step {step}: {self.stops.reason}"))
         self.reporter.emit(
             RunFinished(
                 reason=reason,

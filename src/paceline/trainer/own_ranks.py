@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from paceline.errors import LaunchError
 from paceline.launch import local
 from paceline.track import Progress, following
-from paceline.trainer.history import History
+from paceline.trainer.history import History, where_stopped
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
@@ -52,12 +52,16 @@ def fit(
             )
 
         with following(events_dir, trackers):
-            history, model, optimizer = local.call(
-                on_each_rank,
-                nproc=nproc,
-                log_dir=None if trainer.run_dir is None else trainer.run_dir / "logs",
-                events_dir=events_dir,
-            )
+            try:
+                history, model, optimizer = local.call(
+                    on_each_rank,
+                    nproc=nproc,
+                    log_dir=None if trainer.run_dir is None else trainer.run_dir / "logs",
+                    events_dir=events_dir,
+                )
+            except KeyboardInterrupt:
+                so_far = History.read(events_dir)
+                raise KeyboardInterrupt(where_stopped(so_far, trainer.run_dir)) from None
     trainer.model.load_state_dict(model)
     if isinstance(trainer.optimizer, Optimizer):
         trainer.optimizer.load_state_dict(optimizer)

@@ -33,10 +33,12 @@ class StopRequests:
         self._own = GO_ON
         self._before: dict[signal.Signals, Any] = {}
         self.signal: int | None = None
+        self.reason = ""
 
-    def ask(self, request: int) -> None:
+    def ask(self, request: int, reason: str = "") -> None:
         """Ask, from this rank, that the run ends after the current step."""
         self._own = max(self._own, request)
+        self.reason = reason or self.reason
 
     def agree(self) -> int:
         """The strongest request of any rank. A collective: every rank calls it."""

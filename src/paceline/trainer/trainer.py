@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,13 @@ from paceline.engine import Engine, EngineOptions
 from paceline.engine.loss import LossFunction
 from paceline.engine.options import OptimizerFactory, check_option_names
 from paceline.errors import CheckpointError, DataError, TrainingError
-from paceline.events import FILE_NAME
+from paceline.events import FILE_NAME, Note
 from paceline.launch.environment import read_environment
 from paceline.track import Tracker
 from paceline.trainer import own_ranks
-from paceline.trainer.callbacks import Callback, EarlyStopping
+from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
 from paceline.trainer.evaluate import Metric, WholeSet
-from paceline.trainer.history import History
+from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
 from paceline.trainer.reporting import Reporter
@@ -72,7 +73,8 @@ class Trainer:
         timeout: float | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
-        check_option_names(engine)
+        own = inspect.signature(Trainer).parameters.keys() - {"engine"}
+        check_option_names(engine, "Trainer", own)
         _check_kinds(callbacks, metrics or {}, data, evaluation, checkpoint)
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.global_batch = global_batch
@@ -107,10 +109,13 @@ class Trainer:
         """How many optimizer steps the run has done."""
         return 0 if self._engine is None else self._engine.steps_done
 
-    def stop(self) -> None:
-        """Ask, from a callback on any rank, that the run ends after the current step."""
+    def stop(self, reason: str = "") -> None:
+        """Ask, from a callback on any rank, that the run ends after the current step.
+
+        Rank 0 reports its ``reason``.
+        """
         if self._stops is not None:
-            self._stops.ask(STOP)
+            self._stops.ask(STOP, reason)
 
     def fit(
         self,
@@ -169,6 +174,9 @@ class Trainer:
         val_loader = None if val is None else self._loader(val, "val")
         state = self._state_to_resume(world, resume)
         reporter = self._reporter(world, state is not None)
+        if resume and state is None:
+            where = f"{self.run_dir} holds no checkpoint"
+            reporter.emit(Note(message=f"{where}: the run starts from the beginning"))
         with StopRequests(world) as stops:
             self._stops = stops
             loop = Loop(
@@ -191,7 +199,7 @@ class Trainer:
                 if val_loader is not None:
                     val_loader.close()
         if history.reason == "interrupted":
-            _leave(stops.signal)
+            leave(stops.signal, where_stopped(history, self.run_dir))
         return history
 
     def _loader(self, data: Any, name: str) -> Loader:
@@ -241,8 +249,14 @@ class Trainer:
             )
         if best is not None and self.run_dir is None:
             raise TrainingError(f"Checkpointing(best={best!r}) needs a run_dir to save to.")
-        if val is None and any(isinstance(c, EarlyStopping) for c in self.callbacks):
-            raise TrainingError("EarlyStopping needs validation data: pass val to fit().")
+        watched = [] if best is None else [("Checkpointing(best=)", best)]
+        for callback in self.callbacks:
+            if isinstance(callback, EarlyStopping):
+                if val is None:
+                    raise TrainingError("EarlyStopping needs validation data: pass val to fit().")
+                watched.append(("EarlyStopping", callback.metric))
+        for who, metric in watched:
+            value_of({"loss": 0.0, **dict.fromkeys(self.metrics, 0.0)}, metric, who)
 
     def _state_to_resume(self, world: World, resume: bool) -> dict[str, Any] | None:
         if self.run_dir is None or not (resume or world.restart_count > 0):
@@ -325,8 +339,8 @@ def _total_steps(train: Loader, epochs: int | None, steps: int | None) -> int | 
     return None if train.steps_per_epoch is None else epochs * train.steps_per_epoch
 
 
-def _leave(number: int | None) -> None:
+def leave(number: int | None, message: str) -> None:
     """End as the signal would have ended us, after the state has been saved."""
     if number == signal.SIGTERM:
         raise SystemExit(128 + signal.SIGTERM)
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(message)
