@@ -98,6 +98,7 @@ WRONG = {
         "--global-batch=3",
     ): "layout 'dp=4': the global batch of 3 must be at least dp=4, or some ranks get no samples",
     ("--layout=dp=2", "--layout=dp=2"): "layout 'dp=2' is given twice",
+    ("--layout=dp=2", "--timeout=0"): "--timeout 0: must be a number of seconds above 0",
     ("--layout=dp=2", "--steps=0"): "steps=0 must be a whole number, 1 or more.",
     ("--layout=dp=2", "--global-batch=0"): "global_batch=0 must be a whole number, 1 or more.",
     (

@@ -44,6 +44,9 @@ def verify(
     list_plants: Annotated[
         bool, typer.Option("--list-plants", help="List the bugs that --plant knows, and exit.")
     ] = False,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="The longest that one run may take.")
+    ] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Prove that layouts compute what one process computes, for the model of a config.
@@ -57,7 +60,7 @@ def verify(
     signal.signal(signal.SIGTERM, _leave)  # as Ctrl-C: the ranks and the files go first
     try:
         report = _prove(
-            config, layouts or [], overrides or [], plant, steps, global_batch, precision
+            config, layouts or [], overrides or [], plant, steps, global_batch, precision, timeout
         )
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
@@ -80,12 +83,15 @@ def _prove(
     steps: int,
     global_batch: int | None,
     precision: str,
+    timeout: float,
 ) -> Report:
     import paceline.config
     from paceline.errors import ConfigError
 
     if not layouts:
         raise ConfigError("no layout to verify: name at least one, like --layout dp=2")
+    if not timeout > 0:
+        raise ConfigError(f"--timeout {timeout:g}: must be a number of seconds above 0")
     config = _on_own_ranks(paceline.config.load(path, overrides))
     if problems := paceline.config.check(config.model_copy(update={"compile": False})):
         raise ConfigError(problems)
@@ -98,6 +104,7 @@ def _prove(
         global_batch=global_batch,
         precision=precision,
         plant=plant,
+        timeout=timeout,
     )
 
 

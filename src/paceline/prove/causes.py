@@ -347,7 +347,7 @@ def _by_factor(e: Evidence) -> Cause | None:
         )
     if e.measure.zero:
         return Cause("zero-gradient", "the gradient is zero where the reference has one")
-    if e.measure.off_factor <= _NEAR:
+    if e.measure.off_factor <= _NEAR and not _near(e.measure.factor, 1):
         return _one_factor(e, e.measure.factor)
     return None
 

@@ -131,10 +131,12 @@ def _noise_of(
     comparison = Comparison(subject.precision)
     found = {}
     for step, values in run.run():
-        for (kind, name), one in comparison.measure(values, load(folder, step), None).items():
+        reference = load(folder, step)
+        for (kind, name), one in comparison.measure(values, reference, None).items():
             # Counters of forwards count cuts: only an uncut batch can tell about buffers.
             if kind != "buffer" or cut is _permuted:
                 found[Place(step, kind, name)] = one.difference
+        comparison.settle(run.engine.model, reference)
     return found, comparison.unsettled
 
 
@@ -158,6 +160,7 @@ def run_layout(
                 if place.step == step and place.kind == "gradient"
             ):
                 outcome.sketches[step] = sketch(_in_order(values, reference))
+            comparison.settle(run.engine.model, reference)
             before = reference
     outcome.samples = run.samples
     outcome.missing = [name for name in reference["parameter"] if name not in values["parameter"]]

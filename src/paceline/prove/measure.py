@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 KINDS = ("loss", "gradient", "norm", "parameter", "buffer")
 """What is compared, in the order in which a step computes it."""
 
-_SMALL = 1e-5
+_SMALL = 1e-3
 """Below this share of the largest value of its kind, a tensor is measured against that value.
 
 Some gradients are zero but for rounding (the bias before a norm, the key bias of an attention):
@@ -54,7 +54,8 @@ class Comparison:
 
     An element whose gradient is zero but for rounding (again the bias before a norm) has no
     determined update under an optimizer that divides by the gradient's size, as Adagrad does. From
-    then on that element is left out where parameters are compared; ``unsettled`` counts them.
+    then on that element is left out where parameters are compared, and :meth:`settle` gives it the
+    reference's value, lest it shift a running mean behind it; ``unsettled`` counts such elements.
     """
 
     def __init__(self, precision: str) -> None:
@@ -88,6 +89,15 @@ class Comparison:
                         value = torch.where(mask, right, value)
                 found[kind, name] = _one(value, right, earlier, floor)
         return found
+
+    @torch.no_grad()
+    def settle(self, model: nn.Module, reference: Values) -> None:
+        """Take over the reference's value for elements that only rounding has moved."""
+        for name, parameter in model.named_parameters():
+            mask = self._masks.get(name)
+            if mask is not None and bool(mask.any()) and mask.shape == parameter.shape:
+                right = reference["parameter"][name].to(parameter.device)
+                parameter.copy_(torch.where(mask.to(parameter.device), right, parameter))
 
     def _note_rounding(self, own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
         if self._rounding is None:
@@ -154,9 +164,9 @@ MOST_ROUNDING = 1e-6
 class Judge:
     """Which differences are rounding.
 
-    float64: 1e-9, or a hundred times what the same tensor shows on one process when the samples
-    come in another order and cut, where that is more. In the run's own precision: ten times the
-    most that any tensor of its kind shows so at that step.
+    In the run's own precision: ten times the most that any tensor of its kind shows at that step
+    on one process when the samples come in another order and cut. In float64: that, or a hundred
+    times what the same tensor shows at any step, but at least 1e-9 and at most 1e-6.
     """
 
     FLOORS = {"fp64": 1e-9, "fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}  # noqa: RUF012
@@ -164,26 +174,26 @@ class Judge:
     def __init__(self, precision: str, noise: Mapping[Place, float]) -> None:
         self.floor = self.FLOORS[precision]
         self._exact = precision == "fp64"
-        # One tensor in two runs is a small sample: it may have been lucky.
-        self.margin = 100.0 if self._exact else 10.0
-        self._noise = dict(noise)
         self._of_kind: dict[tuple[int, str], float] = {}
+        self._of_tensor: dict[tuple[str, str], float] = {}
         for place, value in noise.items():
-            key = place.step, place.kind
-            self._of_kind[key] = max(value, self._of_kind.get(key, 0.0))
+            kind, tensor = (place.step, place.kind), (place.kind, place.name)
+            self._of_kind[kind] = max(value, self._of_kind.get(kind, 0.0))
+            self._of_tensor[tensor] = max(value, self._of_tensor.get(tensor, 0.0))
 
     def allowed(self, place: Place) -> float:
         """The largest difference that is rounding, for one value."""
+        noise = 10 * self._of_kind.get((place.step, place.kind), 0.0)
         if self._exact:
-            noise = min(self._noise.get(place, 0.0), MOST_ROUNDING / self.margin)
-        else:
-            noise = self._of_kind.get((place.step, place.kind), 0.0)
-        return max(self.floor, self.margin * noise)
+            # One tensor in two runs is a small sample: it may have been lucky.
+            noise = max(noise, 100 * self._of_tensor.get((place.kind, place.name), 0.0))
+            noise = min(noise, MOST_ROUNDING)
+        return max(self.floor, noise)
 
     @property
     def noise(self) -> float:
         """The largest difference that one process shows against itself."""
-        return max(self._noise.values(), default=0.0)
+        return max(self._of_kind.values(), default=0.0)
 
 
 def sketch(tensors: Mapping[str, Tensor], most: int = 20_000) -> Tensor:

@@ -98,6 +98,10 @@ class Prover:
         started = time.monotonic()
         try:
             folder, reference = self._reference_for(case, reference)
+        except (PacelineError, RankFailed) as error:
+            words = f"one process cannot run the forwards that the ranks run together: {error}"
+            return Row(str(case), "failed", words=words, seconds=time.monotonic() - started)
+        try:
             outcomes = self._run(self.subject, case, folder)
         except RankFailed as failure:
             words = str(_own_error(failure))
@@ -236,10 +240,10 @@ class Prover:
                 f"{sum(reference.unsettled.values())} elements of {some} have a gradient of "
                 "nothing but rounding: what the optimizer makes of it is not compared"
             )
-        if self.subject.precision != "fp64" or judge.margin * judge.noise > judge.floor:
+        if self.subject.precision != "fp64" or 100 * judge.noise > judge.floor:
             notes.append(
                 f"one process differs from itself by up to {judge.noise:.1e} when its samples come "
-                f"in another order and cut; {judge.margin:g} times that counts as rounding"
+                "in another order and cut: what is allowed was set by that"
             )
         notes += [
             f"{case}: a rank's share is no more than a microbatch: nothing to cut"
