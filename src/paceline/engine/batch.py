@@ -73,7 +73,7 @@ def narrow(batch: Any, samples: int, start: int, stop: int) -> Any:
             return leaf[start:stop] if len(leaf) == samples else leaf
         return leaf
 
-    return _map(batch, cut)
+    return map_leaves(batch, cut)
 
 
 def placeholder(batch: Any) -> Any:
@@ -84,7 +84,7 @@ def placeholder(batch: Any) -> Any:
             return leaf.new_zeros((1, *leaf.shape[1:]))
         return leaf
 
-    return _map(batch, one)
+    return map_leaves(batch, one)
 
 
 def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = None) -> Any:
@@ -96,10 +96,10 @@ def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = Non
         dtype = float_dtype if leaf.is_floating_point() else None
         return leaf.to(device=device, dtype=dtype, non_blocking=True)
 
-    return _map(batch, to)
+    return map_leaves(batch, to)
 
 
-def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """``batch`` rebuilt with ``change`` applied to its leaves; the containers keep their types."""
     if not _is_structure(batch):
         return change(batch)
@@ -107,16 +107,18 @@ def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
         # A copy keeps what a plain dict would lose (Hugging Face's BatchEncoding, UserDict, ...).
         result = copy.copy(batch)
         for key, value in batch.items():
-            result[key] = _map(value, change)
+            result[key] = map_leaves(value, change)
         return result
     if isinstance(batch, Mapping):
-        return {key: _map(value, change) for key, value in batch.items()}
+        return {key: map_leaves(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple):
-        values = [_map(value, change) for value in batch]
+        values = [map_leaves(value, change) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
     if isinstance(batch, list):
-        return [_map(value, change) for value in batch]
-    return dataclasses.replace(batch, **{k: _map(v, change) for k, v in _fields(batch).items()})
+        return [map_leaves(value, change) for value in batch]
+    return dataclasses.replace(
+        batch, **{k: map_leaves(v, change) for k, v in _fields(batch).items()}
+    )
 
 
 def _leaves(batch: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine import engine as engine_module
-from paceline.engine.batch import _map, batch_size
+from paceline.engine.batch import batch_size, map_leaves
 from paceline.errors import DataError
 
 Cut = Callable[[int], list[list[int]]]
@@ -32,7 +32,7 @@ def take(batch: Any, samples: int, indices: list[int]) -> Any:
             return leaf[indices]  # an array
         return leaf
 
-    return _map(batch, pick)
+    return map_leaves(batch, pick)
 
 
 @contextlib.contextmanager

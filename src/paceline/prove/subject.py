@@ -124,12 +124,12 @@ def configured(config: Config) -> bytes:
 
 
 def _from_config(config: Config) -> Built:
-    model = run._model(config)
-    data, _ = run._datasets(config)
+    model = run.make_model(config)
+    data, _ = run.make_datasets(config)
     return Built(
         model=model,
-        optimizer=run._optimizer(config, model),
-        loss=None if config.loss is None else run._loss(config.loss),
+        optimizer=run.make_optimizer(config, model),
+        loss=None if config.loss is None else run.make_loss(config.loss),
         data=data,
         data_options=DataOptions(
             shuffle=None if config.data.shuffle else False, drop_last=config.data.drop_last
@@ -139,6 +139,6 @@ def _from_config(config: Config) -> Built:
             clip_value=config.train.clip_value,
             nonfinite=config.train.nonfinite,
             sync_batchnorm=config.train.sync_batchnorm,
-            schedule=run._schedule(config, data),
+            schedule=run.make_schedule(config, data),
         ),
     )

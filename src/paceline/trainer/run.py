@@ -28,16 +28,16 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
     """Build what ``config`` names and train it, on this rank of the world."""
     world = World.init(device=config.launch.device, timeout=config.launch.timeout)
     torch.manual_seed(config.seed)  # the same initial weights on every rank
-    model = _model(config)
-    train, val = _datasets(config)
+    model = make_model(config)
+    train, val = make_datasets(config)
     if world.is_main and isinstance(train, ByteText) and isinstance(val, ByteText):
         log = EventLog(run_dir)
         log.write(Baseline(name="byte unigrams of the same text", loss=unigram_loss(train, val)))
         log.close()
     trainer = Trainer(
         model,
-        optimizer=_optimizer(config, model),
-        loss=None if config.loss is None else _loss(config.loss),
+        optimizer=make_optimizer(config, model),
+        loss=None if config.loss is None else make_loss(config.loss),
         global_batch=config.batch.global_batch,
         run_dir=run_dir,
         seed=config.seed,
@@ -64,14 +64,15 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
         nonfinite=config.train.nonfinite,
         sync_batchnorm=config.train.sync_batchnorm,
         compile=config.compile,
-        schedule=_schedule(config, train),
+        schedule=make_schedule(config, train),
     )
     return trainer.fit(
         train, val, epochs=config.train.epochs, steps=config.train.steps, resume=resume
     )
 
 
-def _model(config: Config) -> nn.Module:
+def make_model(config: Config) -> nn.Module:
+    """The model that ``config`` names, on the CPU."""
     model = import_target(config.model.target)(**config.model.args)
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -81,7 +82,8 @@ def _model(config: Config) -> nn.Module:
     return model
 
 
-def _datasets(config: Config) -> tuple[Any, Any]:
+def make_datasets(config: Config) -> tuple[Any, Any]:
+    """The training and the validation dataset; the latter may be ``None``."""
     made = import_target(config.data.target)(**config.data.args)
     train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if config.data.val is not None:
@@ -89,7 +91,7 @@ def _datasets(config: Config) -> tuple[Any, Any]:
     return train, val
 
 
-def _loss(target: Target) -> LossFunction:
+def make_loss(target: Target) -> LossFunction:
     """A class makes the loss; a function is the loss, with its arguments filled in."""
     found: Callable[..., Any] = import_target(target.target)
     if inspect.isclass(found):
@@ -97,7 +99,8 @@ def _loss(target: Target) -> LossFunction:
     return functools.partial(found, **target.args) if target.args else found
 
 
-def _optimizer(config: Config, model: nn.Module) -> Optimizer:
+def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
+    """The optimizer over the trainable parameters of ``model``, at the scaled rate."""
     section = config.optimizer
     arguments = {"lr": learning_rate(config), **section.args}
     if section.weight_decay is not None:
@@ -106,7 +109,8 @@ def _optimizer(config: Config, model: nn.Module) -> Optimizer:
     return import_target(section.target)(trainable, **arguments)
 
 
-def _schedule(config: Config, train: Any) -> Callable[[int], float]:
+def make_schedule(config: Config, train: Any) -> Callable[[int], float]:
+    """The factor on the learning rate, as a function of the step."""
     total = config.train.steps
     if total is None and config.train.epochs is not None and hasattr(train, "__len__"):
         batches, rest = divmod(len(train), config.batch.global_batch)
