@@ -21,9 +21,6 @@ from paceline.config.targets import UNKNOWN, Callee, argument_problems, look_up
 from paceline.errors import ConfigError, LayoutError
 from paceline.layout import Layout
 
-_OTHER_AXES = {"zero": 0, "replicas": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
-"""The axes that this version cannot train, and the degree that means "not used"."""
-
 _RANK_KEYS: tuple[Path, ...] = (("layout",), ("launch", "nproc"))
 
 Problems = Iterator[tuple[Path, str]]
@@ -157,11 +154,7 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 f"layout {config.layout!r} needs {layout.world_size} ranks, but launch.nproc="
                 f"{nproc}; make them agree, or leave one of them at auto",
             )
-        unavailable = [
-            f"{axis}={getattr(layout, axis)}"
-            for axis, idle in _OTHER_AXES.items()
-            if getattr(layout, axis) != idle
-        ]
+        unavailable = [f"{axis}={value}" for axis, value in layout.beyond_dp.items()]
         if unavailable:
             yield (
                 ("layout",),

@@ -3,7 +3,7 @@
 from paceline.data.build import from_dataloader, loader
 from paceline.data.loader import Loader
 from paceline.data.order import Order
-from paceline.data.slices import Share, share
+from paceline.data.slices import Share, share, steps_per_epoch
 from paceline.data.text import ByteText, stdlib_source, unigram_loss
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "loader",
     "share",
     "stdlib_source",
+    "steps_per_epoch",
     "unigram_loss",
 ]

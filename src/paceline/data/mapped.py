@@ -24,7 +24,7 @@ from paceline.data.randomness import (
     seed_all,
     seed_for,
 )
-from paceline.data.slices import Cut
+from paceline.data.slices import Cut, steps_per_epoch
 from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source, read_through
 
 # Indices are drawn for many steps at a time: the order's cost is per call, hardly per index.
@@ -180,8 +180,7 @@ class OrderSource(MapSource):
         super().__init__(dataset, cut, fetching, order.seed)
         self.order = order
         self.samples_per_epoch = order.n
-        whole, rest = divmod(order.n, cut.global_batch)
-        self.steps_per_epoch = whole + (rest > 0 and not cut.drop_last)
+        self.steps_per_epoch = steps_per_epoch(order.n, cut.global_batch, cut.drop_last)
 
     def requests(self, place: Place) -> Iterator[Request]:
         """The plan from ``place`` to the end of its epoch."""

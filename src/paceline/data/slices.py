@@ -31,6 +31,12 @@ def share(total: int, rank: int, size: int) -> tuple[int, int]:
     return start, start + each + (rank < rest)
 
 
+def steps_per_epoch(samples: int, global_batch: int, drop_last: bool) -> int:
+    """How many global batches ``samples`` make; the last may be short, or dropped if it is."""
+    whole, rest = divmod(samples, global_batch)
+    return whole + (rest > 0 and not drop_last)
+
+
 @dataclass(frozen=True)
 class Cut:
     """How the data is cut: into global batches, and each of those into one share a rank."""

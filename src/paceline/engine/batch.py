@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from paceline.data import share
 from paceline.errors import DataError
 
 
@@ -49,11 +49,7 @@ def split(batch: Any, most: int | None) -> list[Any]:
     if samples <= most:
         return [batch]
     parts = -(-samples // most)
-    base, extra = divmod(samples, parts)
-    bounds = [0]
-    for part in range(parts):
-        bounds.append(bounds[-1] + base + (part < extra))
-    return [narrow(batch, samples, a, b) for a, b in itertools.pairwise(bounds)]
+    return [narrow(batch, samples, *share(samples, part, parts)) for part in range(parts)]
 
 
 def narrow(batch: Any, samples: int, start: int, stop: int) -> Any:

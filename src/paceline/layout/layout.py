@@ -76,6 +76,15 @@ class Layout:
         """How many ranks this layout needs."""
         return self.dp * self.tp * self.pp * self.cp
 
+    @property
+    def beyond_dp(self) -> dict[str, int]:
+        """What this layout uses besides plain data parallelism, by axis."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name != "dp" and getattr(self, f.name) != f.default
+        }
+
     def check_world(self, world_size: int) -> None:
         """Raise :class:`LayoutError` unless this layout needs exactly ``world_size`` ranks."""
         if self.world_size != world_size:
@@ -90,12 +99,7 @@ class Layout:
             )
 
     def __str__(self) -> str:
-        parts = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
-            if f.name == "dp" or getattr(self, f.name) != f.default
-        ]
-        return ",".join(parts)
+        return ",".join(f"{axis}={n}" for axis, n in {"dp": self.dp, **self.beyond_dp}.items())
 
 
 def _degrees(text: str) -> dict[str, int]:

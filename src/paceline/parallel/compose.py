@@ -12,13 +12,11 @@ from paceline.parallel.replicate import replicate
 
 def check_supported(layout: Layout) -> None:
     """Refuse a layout that names an axis this version cannot train."""
-    for axis, idle in (("zero", 0), ("replicas", 1), ("tp", 1), ("pp", 1), ("cp", 1), ("ep", 1)):
-        value = getattr(layout, axis)
-        if value != idle:
-            raise LayoutError(
-                f"layout {str(layout)!r}: {axis}={value} is not available in this version, which "
-                f"trains data-parallel layouts (dp=N). Leave {axis} out."
-            )
+    for axis, value in layout.beyond_dp.items():
+        raise LayoutError(
+            f"layout {str(layout)!r}: {axis}={value} is not available in this version, which "
+            f"trains data-parallel layouts (dp=N). Leave {axis} out."
+        )
 
 
 def spread(module: nn.Module, layout: Layout, device: torch.device) -> nn.Module:

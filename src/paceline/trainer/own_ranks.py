@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from paceline.errors import LaunchError
+from paceline.events import FILE_NAME
 from paceline.launch import local
 from paceline.track import Progress, following
 from paceline.trainer.history import History, where_stopped
@@ -60,7 +61,8 @@ def fit(
                     events_dir=events_dir,
                 )
             except KeyboardInterrupt:
-                so_far = History.read(events_dir)
+                begun = (events_dir / FILE_NAME).exists()
+                so_far = History.read(events_dir) if begun else History()
                 raise KeyboardInterrupt(where_stopped(so_far, trainer.run_dir)) from None
     trainer.model.load_state_dict(model)
     if isinstance(trainer.optimizer, Optimizer):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.config import Config, Target, import_target, learning_rate, load, lr_factor
+from paceline.data import steps_per_epoch
 from paceline.data.text import ByteText, unigram_loss
 from paceline.engine.loss import LossFunction
 from paceline.errors import ConfigError
@@ -113,8 +114,8 @@ def make_schedule(config: Config, train: Any) -> Callable[[int], float]:
     """The factor on the learning rate, as a function of the step."""
     total = config.train.steps
     if total is None and config.train.epochs is not None and hasattr(train, "__len__"):
-        batches, rest = divmod(len(train), config.batch.global_batch)
-        total = config.train.epochs * (batches + (rest > 0 and not config.data.drop_last))
+        per_epoch = steps_per_epoch(len(train), config.batch.global_batch, config.data.drop_last)
+        total = config.train.epochs * per_epoch
     return lambda step: lr_factor(config.schedule, step, total)
 
 
