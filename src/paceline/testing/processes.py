@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 _PROC = Path("/proc")
+_SECONDS_TO_START = 0.2
 
 
 def pids() -> set[int]:
@@ -50,12 +52,21 @@ def command_line(pid: int) -> str:
 
 def was_started_with(pid: int, variable: str, value: str) -> bool:
     """Whether a process was started with ``value`` in the environment's ``variable``."""
-    try:
-        environ = (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:  # gone, or another user's
-        return False
+    deadline = time.monotonic() + _SECONDS_TO_START
+    # While a process starts its program the kernel shows an empty environment: look again then.
+    while not (environ := _environ(pid)):
+        if not is_alive(pid) or time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
     name, wanted = f"{variable}=".encode(), value.encode()
     return any(entry.startswith(name) and wanted in entry for entry in environ.split(b"\0"))
+
+
+def _environ(pid: int) -> bytes:
+    try:
+        return (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:  # gone, or another user's
+        return b""
 
 
 def listening_ports() -> dict[str, int]:
