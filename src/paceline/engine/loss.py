@@ -11,7 +11,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,18 +19,10 @@ from torch.nn import functional as F
 
 from paceline.engine.batch import batch_size
 from paceline.errors import DataError, LossError
+from paceline.parallel.term import Term
 
 LossFunction = Callable[..., Any]
 IGNORED_LABEL = -100  # torch's and Hugging Face's mark for a label that is padding
-
-
-@dataclass(frozen=True)
-class Term:
-    """``total / count`` is the mean loss of a microbatch; ``total`` carries the gradient."""
-
-    total: Tensor
-    count: Tensor | int
-    output: Any
 
 
 class LossModule(nn.Module):

@@ -1,5 +1,5 @@
 """How work and state are spread over a world: pure data, no torch."""
 
-from paceline.layout.layout import Layout
+from paceline.layout.layout import Layout, Place
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "Place"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.errors import LayoutError
 
@@ -85,6 +86,27 @@ class Layout:
             if f.name != "dp" and getattr(self, f.name) != f.default
         }
 
+    @property
+    def copies(self) -> int:
+        """How many data-parallel ranks hold the same piece of the state: all without ``zero``."""
+        return self.dp if self.zero == 0 else self.replicas
+
+    @property
+    def shards(self) -> int:
+        """Over how many data-parallel ranks ``zero`` cuts the state: 1 without it."""
+        return self.dp // self.copies
+
+    def place(self, rank: int) -> Place:
+        """Where ``rank`` stands on each axis.
+
+        Tensor-parallel ranks are neighbours (they talk most), then context-parallel ones, then
+        those that share a sharded copy, then the copies; pipeline stages lie furthest apart.
+        """
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        pp, dp = divmod(rank, self.dp)
+        return Place(pp=pp, dp=dp, cp=cp, tp=tp)
+
     def check_world(self, world_size: int) -> None:
         """Raise :class:`LayoutError` unless this layout needs exactly ``world_size`` ranks."""
         if self.world_size != world_size:
@@ -100,6 +122,15 @@ class Layout:
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={n}" for axis, n in {"dp": self.dp, **self.beyond_dp}.items())
+
+
+class Place(NamedTuple):
+    """The coordinates of a rank; ranks that differ in ``pp`` or ``tp`` alone see the same data."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
 
 
 def _degrees(text: str) -> dict[str, int]:

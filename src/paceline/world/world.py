@@ -14,11 +14,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import CollectiveMismatch, WorldError
 from paceline.launch.environment import Environment, read_environment
+from paceline.layout import Layout
 from paceline.world import agreement, joining, seeding
 from paceline.world.group import Group, backend_by_device
+from paceline.world.mesh import group_of_one, make_mesh
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds a rank waits for the others, to join and in each collective."""
@@ -69,6 +72,7 @@ class World:
         self._store = store
         self._pid = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._meshes: dict[Layout, DeviceMesh] = {}
         self._closed = False
         self._barriers = 0
         self.everyone = self._make_group(tuple(range(self.size)))
@@ -216,6 +220,20 @@ class World:
             facts["gpu"] = torch.cuda.get_device_name(self.device)
             facts["cuda"] = torch.version.cuda
         return facts
+
+    def mesh(self, layout: Layout) -> DeviceMesh:
+        """The ranks as a grid, one axis for each way ``layout`` spreads a model. A collective.
+
+        Axes: ``pp``, ``copies`` and ``shards`` (together the data-parallel ranks), ``cp``, ``tp``.
+        """
+        self._require_open("mesh()")
+        layout.check_world(self.size)
+        if layout not in self._meshes:
+            if self.backend == "none" and not dist.is_initialized():
+                group_of_one(self.device)
+                self._owns_group = True
+            self._meshes[layout] = make_mesh(layout, self.device)
+        return self._meshes[layout]
 
     def close(self) -> None:
         """Leave the world: destroys the process group if this world made it. May be called twice.
