@@ -13,6 +13,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli import config
+from paceline.cli.schedule import schedule
 from paceline.cli.train import train
 from paceline.cli.verify import verify
 from paceline.errors import PacelineError, RankFailed
@@ -47,6 +48,7 @@ def _common(
 
 app.command()(train)
 app.command()(verify)
+app.command()(schedule)
 app.add_typer(config.app, name="config")
 
 

@@ -20,6 +20,7 @@ from paceline.config.sources import Path
 from paceline.config.targets import UNKNOWN, Callee, argument_problems, look_up
 from paceline.errors import ConfigError, LayoutError
 from paceline.layout import Layout
+from paceline.layout.rules import Request, problem_with
 
 _RANK_KEYS: tuple[Path, ...] = (("layout",), ("launch", "nproc"))
 
@@ -154,13 +155,10 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 f"layout {config.layout!r} needs {layout.world_size} ranks, but launch.nproc="
                 f"{nproc}; make them agree, or leave one of them at auto",
             )
-        unavailable = [f"{axis}={value}" for axis, value in layout.beyond_dp.items()]
-        if unavailable:
-            yield (
-                ("layout",),
-                f"layout {config.layout!r}: this version trains data-parallel layouts (dp=N); "
-                f"leave out {', '.join(unavailable)}",
-            )
+        broken = problem_with(Request(layout, schedule=config.pipeline.schedule))
+        if broken is not None:
+            name, reason = broken
+            yield ("layout",), f"layout {config.layout!r}: {reason} [rule: {name}]"
     if config.launch.device == "cuda" and not gpus:
         yield (
             ("launch", "device"),

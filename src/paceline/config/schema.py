@@ -29,6 +29,7 @@ from paceline.config.fields import (
     args_of_default,
 )
 from paceline.config.sources import Sources
+from paceline.layout.schedules import SCHEDULES
 
 
 class Section(BaseModel):
@@ -153,6 +154,60 @@ class Batch(Section):
         default=None,
         description="Samples per forward pass on one rank; gradients accumulate over as many "
         "passes as the rank's share needs. null: the whole share at once.",
+    )
+
+
+class Sharding(Section):
+    """How ``zero`` shards a model; see docs/guides/sharding.md."""
+
+    units: str | list[str] | None = Field(
+        default=None,
+        description="Name patterns of the modules that are gathered as a whole. null: the model's "
+        "repeated blocks.",
+    )
+    reshard: bool | Positive | None = Field(
+        default=None,
+        description="With zero=3: let go of gathered parameters after the forward pass. null: yes.",
+    )
+    dtype: Literal["bf16", "fp16"] | None = Field(
+        default=None,
+        description="Gather and compute parameters in this format; the optimizer keeps fp32 "
+        "masters, gradients are reduced in fp32.",
+    )
+    offload: Literal["parameters", "optimizer"] | None = Field(
+        default=None, description="What lives in the CPU's memory."
+    )
+
+
+class TensorSection(Section):
+    """How ``tp`` splits layers; see docs/guides/tensor.md."""
+
+    plan: Literal["auto"] | dict[str, str] = Field(
+        default="auto",
+        description="auto, or a mapping from name patterns to roles such as column and row.",
+    )
+    sequence: bool = Field(
+        default=False, description="Split the sequence between the split layers, too."
+    )
+
+
+class PipelineSection(Section):
+    """How ``pp`` cuts a model and runs it; see docs/guides/pipeline.md."""
+
+    schedule: Literal[SCHEDULES] = Field(  # type: ignore[valid-type]
+        default="1f1b", description="In which order stages run microbatches."
+    )
+    cuts: list[str] | None = Field(
+        default=None, description="Modules that start a new stage. null: cut by balance."
+    )
+    balance: Literal["parameters", "flops", "time"] = Field(
+        default="parameters", description="What the stages are to have equally much of."
+    )
+    stages_per_rank: Positive | None = Field(
+        default=None, description="Stages on each rank. null: what the schedule is made for."
+    )
+    microbatches: Positive | None = Field(
+        default=None, description="Microbatches a step at least. null: what the schedule needs."
     )
 
 
@@ -287,8 +342,18 @@ class Config(Section):
     train: Train = Field(default=Train(), description="How long to train, when to evaluate.")
     layout: LayoutText = Field(
         default="auto",
-        description="How work is spread over the ranks, like 'dp=2'; auto: data-parallel over "
-        "all of them.",
+        description="How work is spread over the ranks, like 'dp=2' or 'dp=2,zero=3,tp=2'; auto: "
+        "data-parallel over all of them.",
+    )
+    sharding: Sharding = Field(default=Sharding(), description="How zero shards the model.")
+    tensor: TensorSection = Field(default=TensorSection(), description="How tp splits layers.")
+    pipeline: PipelineSection = Field(
+        default=PipelineSection(), description="How pp cuts and runs the model."
+    )
+    checkpoint_activations: Literal["full", "selective"] | Positive | None = Field(
+        default=None,
+        description="Recompute activations in the backward pass: of every block (full), of every "
+        "n-th (a number), or of all but the costly operators (selective).",
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default="fp32", description="Number format of the forward and backward pass."

@@ -26,6 +26,7 @@ from paceline.data.slices import Cut
 from paceline.data.source import Collate, Fetching
 from paceline.data.streams import BatchSource, StreamSource
 from paceline.errors import DataError
+from paceline.layout import Layout
 
 
 def loader(
@@ -40,6 +41,7 @@ def loader(
     collate_fn: Collate | None = None,
     rank: int | None = None,
     size: int | None = None,
+    layout: str | Layout | None = None,
 ) -> Loader:
     """A loader over ``dataset`` that gives each rank its share of each ``global_batch`` samples.
 
@@ -52,7 +54,9 @@ def loader(
     - ``workers``: processes that fetch ahead; 0 fetches in this one.
     - ``pin_memory``: by default where this rank's device is a GPU.
     - ``collate_fn``: makes a batch of a list of samples; torch's ``default_collate`` by default.
-    - ``rank``, ``size``: by default those of the world this process is in.
+    - ``layout``: ranks that a layout puts on the same samples (``tp``, ``pp``) get the same; by
+      default the layout of the engine in this process, or one rank to a share where there is none.
+    - ``rank``, ``size``: instead of a layout, which of how many shares this process gets.
     """
     _check_flags(shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
     if isinstance(dataset, DataLoader):
@@ -67,6 +71,7 @@ def loader(
             collate_fn=collate_fn,
             rank=rank,
             size=size,
+            layout=layout,
         )
     if global_batch is None:
         raise DataError("global_batch is missing: say how many samples one step takes, like 64.")
@@ -74,7 +79,7 @@ def loader(
     workers = _check_workers(0 if workers is None else workers)
     seed = _check_seed(seed)
     streamed = _is_stream(dataset)
-    rank, size, on_gpu = _world(rank, size)
+    rank, size, on_gpu = _share_of(rank, size, layout)
     cut = Cut(global_batch, bool(drop_last), rank, size)
     pin = on_gpu if pin_memory is None else pin_memory
     fetching = Fetching(workers, pin, collate_fn or default_collate)
@@ -93,6 +98,7 @@ def from_dataloader(
     collate_fn: Collate | None = None,
     rank: int | None = None,
     size: int | None = None,
+    layout: str | Layout | None = None,
 ) -> Loader:
     """A loader over what a torch DataLoader reads; its batch size is the *global* batch.
 
@@ -114,7 +120,7 @@ def from_dataloader(
     _refuse_conflict("shuffle", shuffle, "shuffle", order)
     fetching = _fetching_of(dataloader, workers, pin_memory)
     seed = _check_seed(seed)
-    rank, size, _ = _world(rank, size)
+    rank, size, _ = _share_of(rank, size, layout)
     cut = Cut(batch_size or 1, drops, rank, size)
     streamed = isinstance(dataset, IterableDataset)
     if streamed:
@@ -191,15 +197,22 @@ def _is_stream(dataset: Any) -> bool:
     )
 
 
-def _world(rank: int | None, size: int | None) -> tuple[int, int, bool]:
-    """Rank, size, and whether this rank trains on a GPU."""
+def _share_of(
+    rank: int | None, size: int | None, layout: str | Layout | None
+) -> tuple[int, int, bool]:
+    """Which share of how many this process gets, and whether it trains on a GPU."""
     if (rank is None) != (size is None):
         raise DataError(f"rank={rank} and size={size}: give both, or neither.")
+    if rank is not None and layout is not None:
+        raise DataError(f"rank={rank} and layout={str(layout)!r}: give one of them.")
     if rank is None or size is None:
         from paceline.world import World
 
         world = World.current()
-        return world.rank, world.size, world.device.type == "cuda"
+        chosen = world.layout if layout is None else Layout.parse(layout, world_size=world.size)
+        chosen = Layout(dp=world.size) if chosen is None else chosen
+        chosen.check_world(world.size)
+        return chosen.place(world.rank).dp, chosen.dp, world.device.type == "cuda"
     check_rank(rank, size)
     return rank, size, torch.cuda.is_available()
 

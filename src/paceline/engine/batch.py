@@ -48,7 +48,12 @@ def split(batch: Any, most: int | None) -> list[Any]:
     samples = batch_size(batch)
     if samples <= most:
         return [batch]
-    parts = -(-samples // most)
+    return split_into(batch, -(-samples // most))
+
+
+def split_into(batch: Any, parts: int) -> list[Any]:
+    """Cut ``batch`` along its samples into ``parts`` near-equal parts."""
+    samples = batch_size(batch)
     return [narrow(batch, samples, *share(samples, part, parts)) for part in range(parts)]
 
 

@@ -59,14 +59,20 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def check_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Refuse the saved state of another kind of optimizer, or of other parameter groups."""
+def check_optimizer_state(
+    state: Mapping[str, Any], optimizer: Optimizer, sizes: list[int] | None = None
+) -> None:
+    """Refuse the saved state of another kind of optimizer, or of other parameter groups.
+
+    ``sizes``: how many parameters of the whole model each group has, where ranks hold fewer.
+    """
     saved, own = state["param_groups"], optimizer.param_groups
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
-    if sizes[0] != sizes[1]:
+    there = [len(group["params"]) for group in saved]
+    here = sizes if sizes is not None else [len(group["params"]) for group in own]
+    if there != here:
         raise CheckpointError(
-            f"the saved optimizer has parameter groups of {sizes[0]} tensors, this "
-            f"{type(optimizer).__name__} of {sizes[1]}. Group the parameters as they were then, or "
+            f"the saved optimizer has parameter groups of {there} tensors, this "
+            f"{type(optimizer).__name__} of {here}. Group the parameters as they were then, or "
             "start a new run."
         )
     if missing := sorted(set().union(*own) - set().union(*saved)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,32 +12,40 @@ from typing import Any, NamedTuple, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.engine import nonfinite
-from paceline.engine.batch import move, placeholder, split
+from paceline.engine import nonfinite, peers
+from paceline.engine.batch import move, placeholder, split, split_into
 from paceline.engine.checks import (
     check_depends_on_parameters,
     check_loss_parameters,
     check_model_and_options,
     check_optimizer,
-    check_optimizer_state,
     check_schedule,
 )
 from paceline.engine.gradients import Gradients
-from paceline.engine.loss import LossFunction, LossModule, Term
+from paceline.engine.loss import LossFunction, LossModule
 from paceline.engine.nonfinite import Problem
-from paceline.engine.options import DEFAULTS, EngineOptions, OptimizerFactory, check_option_names
+from paceline.engine.options import (
+    DEFAULTS,
+    EngineOptions,
+    OptimizerFactory,
+    check_option_names,
+    ways_of,
+)
 from paceline.engine.precision import Precision
+from paceline.engine.repoint import Groups
 from paceline.engine.result import Numbers, StepResult
-from paceline.errors import CheckpointError
+from paceline.engine.state import State
+from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
-from paceline.parallel.compose import spread
+from paceline.parallel.compose import check_layout, needs_sample, spread
 from paceline.parallel.replicate import sync_buffers
-from paceline.world import World
+from paceline.parallel.spread import Spread
+from paceline.parallel.term import Term
+from paceline.world import World, collectives
 
 
 class Engine:
@@ -82,12 +91,18 @@ class Engine:
         self.world = world if world is not None else World.current()
         self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)
         self.layout.check_world(self.world.size)
+        self.place = self.layout.place(self.world.rank)
+        self._ways = ways_of(self.options)
+        check_layout(self.layout, self._ways)
+        self.world.layout = self.layout
         self.device = self.world.device
         self.steps_done = 0
         # Called each step with the finished gradients in place, before clipping and the update.
         self.observer: Callable[[Engine], None] | None = None
         self._unread: _Unread | None = None
-        self._precision = Precision(self.options["precision"], self.device)
+        self._precision = Precision(
+            self.options["precision"], self.device, sharded=bool(self.layout.beyond_dp)
+        )
         self._build(model, loss, optimizer)
 
     def _build(
@@ -98,24 +113,79 @@ class Engine:
     ) -> None:
         if self.options["sync_batchnorm"]:
             model = sync_batchnorm.convert(model)
-        if self.options["compile"]:
-            model.compile()
         self.model = model
         self._local = LossModule(model, loss, self.options["forward"], self.options["count"])
         check_loss_parameters(self._local)
-        self._local.to(self.device)
+        self._on_meta = any(p.is_meta for p in model.parameters())
+        if not self._on_meta and not self.layout.zero:  # else sharding moves what each rank keeps
+            self._local.to(self.device)
         self._precision.prepare(self._local)
         self._parameters = list(model.parameters())
+        self.parameter_count = sum(p.numel() for p in self._parameters)
         self._trainable = [p.requires_grad for p in self._parameters]
         if not isinstance(optimizer, Optimizer) and callable(optimizer):
             optimizer = optimizer([p for p in self._parameters if p.requires_grad])
         check_optimizer(optimizer, model)
         self.optimizer = optimizer
         check_schedule(self.options["schedule"], self.optimizer)
-        self._spread = spread(self._local, self.layout, self.device)
-        self._has_sync_norm = self.world.size > 1 and sync_batchnorm.set_contributes(model, True)
+        self._groups = Groups(optimizer, model)
+        self._state = State(self)
+        self._spread: Spread | None = None
+        if not needs_sample(self.layout):
+            self._spread_out()
         # As torch's schedulers do: an optimizer that was scheduled before keeps its full rate.
         self._base_lrs = [g.setdefault("initial_lr", g["lr"]) for g in self.optimizer.param_groups]
+
+    def _spread_out(self, batch: Any = None) -> None:
+        """Put the model on its layout; ``batch`` is the first one, where the layout needs it."""
+        sample = None
+        if batch is not None:
+            peers.check_same_batch(batch, self.layout, self.world)
+            part = self._sample(batch)
+            sample = functools.partial(self._run_sample, part)
+        self._spread = spread(
+            self._local,
+            self.model,
+            self.layout,
+            self.world,
+            self._ways,
+            context=self._precision.forward,
+            sample=sample,
+        )
+        if self._on_meta:
+            seed = collectives.broadcast_object(torch.initial_seed())
+            from paceline.parallel.meta import materialise
+
+            materialise(self.model, seed=seed, device=self.device, init=self.options["init"])
+        if not self.spread.is_plain:
+            self._groups.repoint(self.optimizer, self.spread.held)
+            self._parameters = [p for own in self.spread.held.values() for p in own]
+            self._trainable = [p.requires_grad for p in self._parameters]
+        if self.layout.tp > 1:
+            peers.share_random_stream(self.layout, self.world)
+        group = self.spread.data_group
+        self._has_sync_norm = group.size > 1 and sync_batchnorm.join(self.model, group)
+
+    @property
+    def spread(self) -> Spread:
+        """The model on its layout; layouts with ``tp`` or ``pp`` have it from the first batch."""
+        if self._spread is None:
+            raise TrainingError(
+                f"layout {str(self.layout)!r}: what each rank holds is found by the first batch. "
+                "Run a step first."
+            )
+        return self._spread
+
+    def _sample(self, batch: Any) -> Any:
+        """A microbatch like those to come, where the model's parameters are."""
+        part = self._cut(batch)[0] if self._local.samples(batch) else placeholder(batch)
+        device = torch.device("meta") if self._on_meta else self.device
+        return move(part, device, self._precision.batch_dtype)
+
+    def _run_sample(self, part: Any) -> Term:
+        with self._precision.forward():
+            term: Term = self._local(part, 1)
+        return term
 
     def step(self, batch: Any) -> StepResult:
         """One optimizer step over the global batch of which ``batch`` is this rank's share.
@@ -123,11 +193,12 @@ class Engine:
         Every rank must call it. The share may hold fewer samples than another rank's, or none.
         """
         started = time.perf_counter()
+        if self._spread is None:
+            self._spread_out(batch)
         self._follow_freezing()
         for parameter in self._parameters:
             parameter.grad = None  # what a step that failed, or another backward, left there
-        if self.world.size > 1:
-            sync_buffers(self.model)
+        self._sync_buffers()
         saved_buffers = self._copy_buffers() if self.options["nonfinite"] == "skip" else {}
         parts = self._parts(batch)
         lr = self._set_lr()
@@ -162,22 +233,51 @@ class Engine:
     def _follow_freezing(self) -> None:
         """Spread anew after parameters were frozen or unfrozen: DDP averages those it was shown."""
         trainable = [p.requires_grad for p in self._parameters]
-        if trainable != self._trainable:
-            self._trainable = trainable
-            del self._spread  # takes its hooks off the parameters before new ones are put on
-            self._spread = spread(self._local, self.layout, self.device)
+        if trainable == self._trainable:
+            return
+        if self.layout.zero:
+            raise TrainingError(
+                f"parameters were frozen or unfrozen after the model was sharded (zero="
+                f"{self.layout.zero}), which FSDP2 does not follow. Set requires_grad before the "
+                "engine is made."
+            )
+        self._trainable = trainable
+        if self.spread.is_plain:
+            self._spread = None  # takes its hooks off the parameters before new ones are put on
+            self._spread_out()
+
+    def _sync_buffers(self) -> None:
+        group = self.spread.data_group
+        if group.size > 1:
+            sync_buffers(self.model, group)
+
+    def _cut(self, batch: Any) -> list[Any]:
+        """The share's microbatches; a pipeline wants a certain number of them at least."""
+        cut = split(batch, self.options["microbatch"])
+        if self.layout.pp == 1:
+            return cut
+        wanted = self._ways.pipeline.microbatches_for(self.layout.pp, len(cut))
+        samples = self._local.samples(batch)
+        return split_into(batch, min(wanted, samples)) if samples else cut
 
     def _parts(self, batch: Any) -> list[tuple[Any, int]]:
         """The share's microbatches, on the device, each with the items its loss averages over."""
+        return self._filled(batch, together=self._has_sync_norm or self.spread.lockstep)
+
+    def _filled(self, batch: Any, *, together: bool) -> list[tuple[Any, int]]:
+        """The microbatches; filled up without items to those that other ranks run ``together``."""
         samples = self._local.samples(batch)
-        cut = split(batch, self.options["microbatch"])
+        cut = self._cut(batch)
         items = [self._local.items(part) if samples else 0 for part in cut]
-        if self._has_sync_norm:
-            # Each forward is a collective: ranks with fewer microbatches fill up without items.
-            most = torch.tensor(len(cut))
+        wanted = len(cut)
+        if together and self.layout.dp > 1:
+            most = torch.tensor(wanted)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.world.everyone.cpu_group)
-            missing = int(most) - len(cut)
-            cut, items = cut + cut[:1] * missing, items + [0] * missing
+            wanted = int(most)
+        if self.layout.pp > 1:
+            wanted = self._ways.pipeline.microbatches_for(self.layout.pp, wanted)
+        missing = wanted - len(cut)
+        cut, items = cut + cut[:1] * missing, items + [0] * missing
         dtype = self._precision.batch_dtype
         return [(move(part, self.device, dtype), n) for part, n in zip(cut, items, strict=True)]
 
@@ -189,29 +289,61 @@ class Engine:
         count of the first microbatches, which keeps it in range for fp16, and
         :meth:`_finish_gradients` multiplies by what is missing: one, where nothing accumulates.
         """
+        if self.spread.pipeline is not None:
+            return self._run_pipeline(parts, samples)
         local = torch.zeros(3, dtype=torch.float64, device=self.device)
         local[2].fill_(samples)  # plain assignment would make the host wait for a GPU
         divisor = local[1]
         world, work = local, None
         for index, (part, items) in enumerate(parts):
             last = index == len(parts) - 1
-            with self._reducing(last):
+            with self._reducing(last, counts=items > 0):
                 term = self._forward(part, items)
                 check_depends_on_parameters(term.total)
                 local[0] += term.total.detach()
                 local[1] += term.count
                 if index == 0:
-                    divisor = local[1].clone()
+                    divisor = self._counted(local)[1].clone()
                     if self.world.size > 1:
                         dist.all_reduce(divisor)
                     divisor.masked_fill_(divisor == 0, 1)  # nothing but padding so far
                 if last and self.world.size > 1:
-                    world = local.clone()
+                    world = self._counted(local).clone()
                     work = dist.all_reduce(world, async_op=True)  # hidden behind the backward
-                loss = term.total * (self.world.size / divisor).to(term.total.dtype)
+                loss = term.total * (self.layout.dp / divisor).to(term.total.dtype)
                 self._backward(loss, work)
         if work is not None:
             work.wait()
+        return _Sums(local=local, world=world, divisor=divisor)
+
+    def _counted(self, local: Tensor) -> Tensor:
+        """This rank's sums, or zeros where another rank speaks for the same samples."""
+        return local if self.spread.counts else torch.zeros_like(local)
+
+    def _run_pipeline(self, parts: list[tuple[Any, int]], samples: int) -> _Sums:
+        """All microbatches through the pipeline's schedule.
+
+        Every stage needs the divisor before the first loss is known: here it is the items that the
+        batch tells of, and what the loss counts beside them is made up for afterwards.
+        """
+        pipeline = self.spread.pipeline
+        assert pipeline is not None
+        local = torch.zeros(3, dtype=torch.float64, device=self.device)
+        divisor = local[1].clone()
+        if self.spread.counts:
+            local[2].fill_(samples)
+            divisor.fill_(sum(items for _, items in parts))
+        dist.all_reduce(divisor)
+        divisor.clamp_(min=1)
+        scale = self.layout.dp / divisor
+        scaler = self._precision.scaler
+        terms = pipeline.step(parts, scale if scaler is None else scaler.scale(scale))
+        for term in terms:
+            if term is not None:
+                local[0] += term.total
+                local[1] += term.count
+        world = self._counted(local).clone()
+        dist.all_reduce(world)
         return _Sums(local=local, world=world, divisor=divisor)
 
     def _backward(self, loss: Tensor, work: dist.Work | None) -> None:
@@ -226,30 +358,29 @@ class Engine:
                     work.wait()
             raise
 
-    def _reducing(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Only the last backward of a step communicates."""
-        if last or not isinstance(self._spread, DistributedDataParallel):
-            return contextlib.nullcontext()
-        return self._spread.no_sync()
+    def _reducing(self, last: bool, counts: bool) -> contextlib.AbstractContextManager[Any]:
+        """Only the last backward of a step communicates, where the layout allows it."""
+        return self.spread.reducing(last, counts)
 
     def _forward(self, part: Any, items: int) -> Term:
-        with self._precision.forward():
-            if items or not self._has_sync_norm:
-                return self._spread(part, items)
-            # The other ranks' norms wait for this rank: show them a sample that does not count.
-            sync_batchnorm.set_contributes(self.model, False)
-            try:
-                term: Term = self._spread(placeholder(part), 1)
-            finally:
-                sync_batchnorm.set_contributes(self.model, True)
-            return Term(term.total * 0, 0, None)
+        if items or not (self._has_sync_norm or self.spread.lockstep):
+            return self.spread(part, items)
+        # The other ranks wait for this rank: show them a sample that does not count.
+        sync_batchnorm.set_contributes(self.model, False)
+        try:
+            term = self.spread(placeholder(part), 1)
+        finally:
+            sync_batchnorm.set_contributes(self.model, True)
+        return Term(term.total * 0, 0, None)
 
     def _finish_gradients(self, sums: _Sums) -> Tensor | None:
         """Turn the accumulated gradients into the gradient of the mean, clip it, give its norm."""
+        self.spread.finish_gradients()
         if self._precision.scaler is not None:
             self._precision.scaler.unscale_(self.optimizer)
-        gradients = Gradients(self.optimizer)
-        if self.options["microbatch"] is not None:
+        counts = None if self.spread.is_plain else self.spread.counts_in_norm
+        gradients = Gradients(self.optimizer, counts)
+        if self.options["microbatch"] is not None or self.layout.pp > 1:
             factor = sums.divisor / sums.world[1]
             if self.device.type != "cpu" or factor != 1:  # on a GPU, looking would be waiting
                 gradients.scale(factor)
@@ -303,8 +434,9 @@ class Engine:
             return None
         if math.isfinite(numbers.loss) and self._precision.scaler is not None:
             return Problem(what="gradients", overflow=True, detail="fp16 gradients overflowed")
-        # A synchronised norm makes every forward a collective: then ranks cannot look alone.
-        module = None if self._has_sync_norm else self._local
+        # Where a forward is a collective, ranks cannot look alone.
+        alone = self.spread.is_plain and not self._has_sync_norm
+        module = self._local if alone else None
         problem = nonfinite.locate(module, parts, self._precision, sums.local, self.world)
         if self.options["nonfinite"] == "stop":
             self.optimizer.zero_grad(set_to_none=True)
@@ -344,8 +476,8 @@ class Engine:
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode, with equal buffers on all ranks; put back afterwards."""
         self.settle()
-        if self.world.size > 1:
-            sync_buffers(self.model)
+        if self._spread is not None:
+            self._sync_buffers()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -358,49 +490,67 @@ class Engine:
     def evaluate(self, batch: Any) -> list[Evaluated]:
         """This rank's share of an evaluation batch through the model, microbatch by microbatch.
 
-        To be called inside :meth:`evaluating`; nothing is exchanged between ranks.
+        To be called inside :meth:`evaluating`, by every rank. Of the ranks that share samples, one
+        gets the results, and the others none.
         """
-        results = []
+        if self._spread is None:
+            self._spread_out(batch)
+        parts = self._filled(batch, together=self.spread.lockstep)
+        if self.spread.pipeline is not None:
+            terms = self.spread.pipeline.evaluate(parts)
+        else:
+            terms = [self._evaluate_part(part, items) for part, items in parts]
+        if not self.spread.counts:
+            return []
         has_samples = self._local.samples(batch) > 0
-        for part in split(batch, self.options["microbatch"]) if has_samples else ():
-            on_device = move(part, self.device, self._precision.batch_dtype)
-            items = self._local.items(part)
-            with self._precision.forward():
-                term: Term = self._local(on_device, items or 1)
-            if not items:  # nothing but padding: metrics want the output, the loss is 0/0
-                term = Term(torch.zeros(()), 0, term.output)
-            results.append(Evaluated(on_device, self._local.samples(part), term))
+        results = []
+        for part, (on_device, items), term in zip(self._cut(batch), parts, terms, strict=False):
+            if not has_samples:
+                break
+            assert term is not None
+            # Nothing but padding: metrics want the output, the loss is 0/0.
+            kept = term if items else Term(torch.zeros(()), 0, term.output)
+            results.append(Evaluated(on_device, self._local.samples(part), kept))
         return results
 
+    def _evaluate_part(self, part: Any, items: int) -> Term | None:
+        if not self._local.samples(part):
+            if not self.spread.lockstep:
+                return None
+            part = placeholder(part)
+        if self.spread.lockstep:  # through the module that gathers parameters
+            return self.spread.plain(self.spread(part, items or 1))
+        with self.spread.context():
+            term: Term = self._local(part, items or 1)
+        return self.spread.plain(term)
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything a later engine needs to go on: model, optimizer, scaler, schedule, step."""
+        """Everything a later engine needs to go on: model, optimizer, scaler, schedule, step.
+
+        It is that of the whole model, whatever the layout: every rank must call it, and any other
+        layout can load it.
+        """
         self.settle()
-        schedule, scaler = self.options["schedule"], self._precision.scaler
-        return {
-            "step": self.steps_done,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "schedule": schedule.state_dict() if isinstance(schedule, LRScheduler) else None,
-        }
+        return self._state.save()
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Every parameter of the model, whole, on the CPU, whichever ranks hold its parts.
+
+        A collective, as are :meth:`whole_gradients` and :meth:`whole_buffers`.
+        """
+        return self._state.parameters()
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """The gradient of every trained parameter; to be called by an ``observer``."""
+        return self._state.gradients()
+
+    def whole_buffers(self) -> dict[str, Tensor]:
+        """Every buffer of the model."""
+        return self._state.buffers()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; refused where it is that of another model."""
-        try:
-            self.model.load_state_dict(state["model"])
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"the saved state is that of another model. {error} Build the model as it was "
-                "built then, or start a new run."
-            ) from error
-        check_optimizer_state(state["optimizer"], self.optimizer)
-        self.optimizer.load_state_dict(state["optimizer"])
-        schedule, scaler = self.options["schedule"], self._precision.scaler
-        if scaler is not None and state["scaler"] is not None:
-            scaler.load_state_dict(state["scaler"])
-        if isinstance(schedule, LRScheduler) and state["schedule"] is not None:
-            schedule.load_state_dict(state["schedule"])
-        self.steps_done = state["step"]
+        self._state.load(state)
 
 
 class _Sums(NamedTuple):

@@ -1,51 +1,73 @@
-"""The gradients of a step as plain tensors, those of sparse embeddings included."""
+"""The gradients of a step, as this rank holds them: plain, sharded, or of sparse embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
-from torch import Tensor
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+
+from paceline.parallel.whole import local
 
 
 class Gradients:
-    """The gradients that ``optimizer`` is about to use; parameters without one are left out."""
+    """The gradients that ``optimizer`` is about to use; parameters without one are left out.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    ``counts`` tells which of them enter the norm on this rank, where several ranks hold the same
+    one; the norm is then that of all ranks' together.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        counts: Callable[[nn.Parameter], bool] | None = None,
+    ) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._parameters = [p for p in held if p.grad is not None]
+        self._counts = counts
         for parameter in self._parameters:
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-        # A sparse gradient's values share its memory, and can be measured and scaled.
         self._tensors = [_values(p.grad) for p in self._parameters]
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient."""
         for tensor in self._tensors:
-            tensor.mul_(factor)
+            tensor.mul_(factor.to(tensor.device))
 
     def norm(self) -> Tensor:
         """The norm of all of them together."""
-        return get_total_norm(self._tensors)
+        if self._counts is None:
+            return get_total_norm(self._tensors)
+        own = [
+            tensor
+            for parameter, tensor in zip(self._parameters, self._tensors, strict=True)
+            if self._counts(parameter)
+        ]
+        device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        square = get_total_norm(own).to(device, torch.float64).square().reshape(1)
+        dist.all_reduce(square)
+        return square.sqrt().squeeze(0)
 
     def clip_norm(self, bound: float, norm: Tensor) -> None:
         """Scale down to the norm ``bound`` where ``norm``, the present one, is larger."""
-        clip_grads_with_norm_(self._parameters, bound, norm)
+        if self._counts is None:
+            clip_grads_with_norm_(self._parameters, bound, norm)
+            return
+        # torch's function refuses plain tensors and DTensors side by side; the rest is the same.
+        self.scale((bound / (norm + 1e-6)).clamp(max=1.0))
 
     def clip_values(self, bound: float) -> None:
         """Bound each element."""
-        clip_grad_value_(_dense(self._parameters), bound)
         for parameter in self._parameters:
             if parameter.grad.is_sparse:  # scaling by the norm may have undone the coalescing
                 parameter.grad = parameter.grad.coalesce()
-                parameter.grad.values().clamp_(-bound, bound)
+            _values(parameter.grad).clamp_(-bound, bound)
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return gradient.values() if gradient.is_sparse else gradient
-
-
-def _dense(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    """What can be measured and scaled; shares the gradient's memory."""
+    return gradient.values() if gradient.is_sparse else local(gradient)

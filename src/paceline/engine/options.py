@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import TrainingError
 from paceline.layout import Layout
+from paceline.parallel.compose import Ways
+from paceline.parallel.shard import Sharding
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Schedule = Callable[[int], float] | LRScheduler
@@ -31,6 +33,11 @@ class EngineOptions(TypedDict, total=False):
     sync_batchnorm: bool
     forward: Callable[[nn.Module, Any], Any] | None
     count: Callable[[Any], int | Tensor] | None
+    sharding: Sharding | None
+    tensor: Any
+    pipeline: Any
+    checkpoint_activations: Any
+    init: Callable[[nn.Module], None] | None
 
 
 DEFAULTS = EngineOptions(
@@ -45,7 +52,23 @@ DEFAULTS = EngineOptions(
     sync_batchnorm=False,
     forward=None,
     count=None,
+    sharding=None,
+    tensor=None,
+    pipeline=None,
+    checkpoint_activations=None,
+    init=None,
 )
+
+
+def ways_of(options: EngineOptions) -> Ways:
+    """How to spread a model, from the options that say so."""
+    return Ways(
+        sharding=options["sharding"] or Sharding(),
+        tensor=options["tensor"],
+        pipeline=options["pipeline"],
+        recompute=options["checkpoint_activations"],
+        compile=options["compile"],
+    )
 
 
 def check_option_names(

@@ -6,7 +6,9 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import TrainingError
@@ -24,13 +26,13 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 class Precision:
     """The number format of a run: casts the model once, wraps each forward, scales fp16 losses."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, sharded: bool = False) -> None:
         if name not in PRECISIONS:
             raise TrainingError(f"precision={name!r} must be one of {', '.join(PRECISIONS)}.")
         self.name = name
         self.device = device
         # The scaler keeps small fp16 gradients from vanishing; it has state, so it is saved.
-        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self.scaler = _scaler(device, sharded) if name == "fp16" else None
 
     @property
     def batch_dtype(self) -> torch.dtype | None:
@@ -49,6 +51,13 @@ class Precision:
         if self.name == "fp64":
             return _StayDouble()
         return contextlib.nullcontext()
+
+
+def _scaler(device: torch.device, sharded: bool) -> torch.amp.GradScaler:
+    """A gradient scaler; where ranks hold parts of the gradient, one on which they all agree."""
+    if sharded and dist.is_initialized():
+        return ShardedGradScaler(device.type, process_group=dist.group.WORLD)
+    return torch.amp.GradScaler(device.type)
 
 
 class _StayDouble(TorchFunctionMode):

@@ -16,7 +16,7 @@ from paceline.data import Loader, Share, from_dataloader
 from paceline.engine.batch import batch_size, move, placeholder
 from paceline.errors import DataError, TrainingError
 from paceline.layout import Layout
-from paceline.parallel.compose import spread
+from paceline.parallel.compose import Ways, check_layout, spread
 from paceline.parallel.replicate import sync_buffers
 from paceline.world import World
 
@@ -48,7 +48,8 @@ def prepare(
     layout.check_world(world.size)
     model.to(world.device)
     prepared = None if loader is None else PreparedLoader(_as_loader(loader, seed), model, world)
-    wrapped = spread(model, layout, world.device)
+    check_layout(layout, Ways(), own_loop=True)
+    wrapped = spread(model, model, layout, world, Ways()).module
     if isinstance(wrapped, DistributedDataParallel):
         # DDP compares a hook's annotations with classes, and ours are strings: a lambda has none.
         wrapped.register_comm_hook(
@@ -68,7 +69,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             if self._world.size > 1:
-                sync_buffers(self._model)
+                sync_buffers(self._model, self._world.everyone)
             # A rank without samples still has to run its backward: it gets one sample of zeros,
             # whose gradient counts for nothing.
             own = batch if batch_size(batch) else placeholder(batch)

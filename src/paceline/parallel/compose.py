@@ -1,25 +1,145 @@
-"""Which ways of spreading a model apply, and in what order: the one place that says so."""
+"""Which ways of spreading a model apply, and in what order: the one place that says so.
+
+1. Pipeline: the model is cut into stages, and each rank keeps its own.
+2. Tensor parallelism splits the layers of what is left.
+3. Activation checkpointing goes around blocks, so that what they recompute is split already.
+4. Blocks are compiled one by one, with what is inside them in place.
+5. Data parallelism comes last, around everything: FSDP2 for ``zero``, DDP where the whole model is
+   on every rank; else gradients are averaged over the copies after the backward.
+"""
 
 from __future__ import annotations
 
-import torch
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
 from torch import nn
 
-from paceline.errors import LayoutError
 from paceline.layout import Layout
+from paceline.layout.rules import ZERO_BUBBLE, Request, check_rules
+from paceline.parallel.blocks import find_blocks
 from paceline.parallel.replicate import replicate
+from paceline.parallel.shard import Sharded, Sharding, shard
+from paceline.parallel.spread import LossFirst, Context, Spread, stage_group
+from paceline.world import World, collectives
 
 
-def check_supported(layout: Layout) -> None:
-    """Refuse a layout that names an axis this version cannot train."""
-    for axis, value in layout.beyond_dp.items():
-        raise LayoutError(
-            f"layout {str(layout)!r}: {axis}={value} is not available in this version, which "
-            f"trains data-parallel layouts (dp=N). Leave {axis} out."
-        )
+@dataclass(frozen=True)
+class Ways:
+    """How each way of spreading a model is to be done, where the layout asks for it."""
+
+    sharding: Sharding = field(default_factory=Sharding)
+    tensor: Any = None
+    pipeline: Any = None
+    recompute: Any = None
+    compile: bool = False
 
 
-def spread(module: nn.Module, layout: Layout, device: torch.device) -> nn.Module:
-    """``module`` spread over the world as ``layout`` says; unchanged on a single rank."""
-    check_supported(layout)
-    return replicate(module, device) if layout.dp > 1 else module
+def check_layout(layout: Layout, ways: Ways, **more: bool) -> None:
+    """Refuse a layout that breaks a rule; see :mod:`paceline.layout.rules`."""
+    check_rules(Request(layout, schedule=getattr(ways.pipeline, "schedule", "1f1b"), **more))
+
+
+def needs_sample(layout: Layout) -> bool:
+    """Whether spreading has to see a batch first: what to split is found by running the model."""
+    return layout.tp > 1 or layout.pp > 1
+
+
+def spread(
+    module: nn.Module,
+    model: nn.Module,
+    layout: Layout,
+    world: World,
+    ways: Ways,
+    *,
+    context: Context = contextlib.nullcontext,
+    sample: Callable[[], Any] | None = None,
+) -> Spread:
+    """``module``, which computes the loss of ``model``, spread over the world as ``layout`` says.
+
+    In place: parameters and modules keep their names. ``context`` is entered around each forward;
+    ``sample`` runs ``module`` once on a batch like those to come. A collective.
+    """
+    check_layout(layout, ways)
+    if layout.tp > 1:
+        from paceline.parallel.tensor import apply_plan, make_plan, mixing
+    pipeline = None
+    entered = context
+    if layout.tp > 1:
+        entered = _both(context, lambda: mixing(world.mesh(layout)["tp"]))
+        plan = make_plan(model, layout.tp, sample=sample, user=ways.tensor)
+        plan = collectives.broadcast_object(plan)
+    if layout.pp > 1:
+        pipeline = _cut(module, layout, world, ways, entered, sample)
+    if layout.tp > 1:
+        apply_plan(model, plan, world.mesh(layout)["tp"])
+    if ways.recompute is not None:
+        from paceline.parallel.recompute import recompute
+
+        recompute(model, ways.recompute, context=entered)
+    if ways.compile:
+        _compile(model, whole=layout.zero == 0 and not needs_sample(layout))
+    called, sharded = module, []
+    if layout.zero:
+        called = module if pipeline is not None else LossFirst(module)
+        roots = [called] if pipeline is None else list(pipeline.stages)
+        sharded = [_shard(root, model, layout, world, ways) for root in roots]
+    elif layout.dp > 1 and pipeline is None and layout.tp == 1:
+        called = replicate(module, world.device)
+    return Spread(called, model, layout, world, pipeline=pipeline, sharded=sharded, context=entered)
+
+
+def _both(first: Context, second: Context) -> Context:
+    @contextlib.contextmanager
+    def both() -> Any:
+        with first(), second():
+            yield
+
+    return both
+
+
+def _cut(
+    module: nn.Module,
+    layout: Layout,
+    world: World,
+    ways: Ways,
+    context: Context,
+    sample: Callable[[], Any] | None,
+) -> Any:
+    from paceline.parallel.pipeline import Pipeline, cut
+
+    assert sample is not None
+    plan = collectives.broadcast_object(cut(module, sample, layout.pp, ways.pipeline))
+    return Pipeline(
+        module,
+        plan,
+        rank=layout.place(world.rank).pp,
+        pp=layout.pp,
+        group=stage_group(world, layout).process_group,
+        device=world.device,
+        options=ways.pipeline,
+        context=context,
+    )
+
+
+def _compile(model: nn.Module, *, whole: bool) -> None:
+    """Compile the model, or each block of one whose parameters come and go around the blocks."""
+    blocks = [] if whole else find_blocks(model)
+    for name in blocks:
+        model.get_submodule(name).compile()
+    if not blocks:
+        model.compile()
+
+
+def _shard(root: nn.Module, model: nn.Module, layout: Layout, world: World, ways: Ways) -> Sharded:
+    mesh = world.mesh(layout)
+    return shard(
+        root,
+        mesh["copies", "shards"] if layout.copies > 1 else mesh["shards"],
+        stage=layout.zero,
+        sharding=ways.sharding,
+        model=model if layout.pp == 1 else None,
+        zero_bubble=layout.pp > 1 and ways.pipeline.schedule in ZERO_BUBBLE,
+    )

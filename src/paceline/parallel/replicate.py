@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.world import Group
+
 # Buffers are sent once a step instead: see sync_buffers. torch 2.13 renamed the option, and warns
 # about the old name.
 _NO_BUFFER_SYNC: dict[str, Any] = {
@@ -68,8 +70,10 @@ def _use_up_the_notice(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def sync_buffers(model: nn.Module) -> None:
-    """Give every rank rank 0's persistent floating-point buffers, such as running statistics.
+def sync_buffers(model: nn.Module, group: Group) -> None:
+    """Give the ranks of ``group`` its first one's persistent floating-point buffers.
+
+    Running statistics, for example, which each rank updates from its own samples.
 
     One flat broadcast a dtype, where DDP would send buffer by buffer, constants included.
     """
@@ -79,7 +83,7 @@ def sync_buffers(model: nn.Module) -> None:
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.flatten() for buffer in buffers])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat, src=group.ranks[0], group=group.process_group)
         parts = flat.split([buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
@@ -89,4 +93,8 @@ def _persistent_buffers(model: nn.Module) -> list[torch.Tensor]:
     if next(model.buffers(), None) is None:  # most models: spare them a state_dict a step
         return []
     saved = model.state_dict(keep_vars=True)
-    return [buffer for name, buffer in model.named_buffers() if name in saved]
+    return [
+        buffer
+        for name, buffer in model.named_buffers()
+        if name in saved and not buffer.is_meta  # those of another pipeline stage are not here
+    ]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.errors import TrainingError
+from paceline.world import Group
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -37,17 +38,20 @@ class SyncBatchNorm(nn.Module):
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(name, getattr(norm, name))
         self.training = norm.training
+        self.group: dist.ProcessGroup | None = None  # whose samples are taken together; see join
         # Switched off while a rank runs a placeholder instead of samples of its own.
         self.contributes = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``(batch, channels, ...)`` over all dimensions but the channels'."""
         use_batch = self.training or self.running_mean is None
-        if not use_batch or not (dist.is_initialized() and self.training):
+        if not use_batch or self.group is None or not self.training:
             return self._local(x, use_batch)
         weight = self.weight if self.weight is not None else x.new_ones(x.shape[1])
         bias = self.bias if self.bias is not None else x.new_zeros(x.shape[1])
-        y, mean, var, count = _Normalise.apply(x, weight, bias, self.eps, self.contributes)
+        y, mean, var, count = _Normalise.apply(
+            x, weight, bias, self.eps, self.contributes, self.group
+        )
         self._track(mean, var, count)
         return y
 
@@ -87,7 +91,13 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, contributes: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        contributes: bool,
+        group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x if x.dtype == torch.float64 else x.float()
         dims = [d for d in range(x.ndim) if d != 1]
@@ -97,8 +107,8 @@ class _Normalise(torch.autograd.Function):
         packed = torch.cat([local_mean, local_var, local_mean.new_tensor([items])])
         if not contributes:
             packed.zero_()
-        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, packed)
+        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, packed, group=group)
         means, variances, counts = torch.stack(gathered).split([x.shape[1], x.shape[1], 1], dim=1)
         count = counts.sum()
         mean = (means * counts).sum(0) / count
@@ -109,6 +119,7 @@ class _Normalise(torch.autograd.Function):
         y = normal * weight.view(shape) + bias.view(shape)
         ctx.save_for_backward(normal, weight, scale, count)
         ctx.dims, ctx.shape, ctx.contributes = dims, shape, contributes
+        ctx.group = group
         ctx.mark_non_differentiable(mean, var, count)
         return y.to(x.dtype), mean, var, count
 
@@ -119,7 +130,7 @@ class _Normalise(torch.autograd.Function):
         grad_bias = grad.sum(ctx.dims)
         grad_weight = (grad * normal).sum(ctx.dims)
         sums = torch.stack([grad_bias, grad_weight])
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=ctx.group)
         mean_grad, mean_product = (sums / count).unbind(0)
         shape = ctx.shape
         grad_x = (grad - mean_grad.view(shape) - normal * mean_product.view(shape)) * (
@@ -131,6 +142,7 @@ class _Normalise(torch.autograd.Function):
             grad_x.to(grads[0].dtype),
             grad_weight.to(weight.dtype),
             grad_bias.to(weight.dtype),
+            None,
             None,
             None,
         )
@@ -160,9 +172,19 @@ def _replacement(norm: nn.Module) -> SyncBatchNorm:
     return SyncBatchNorm(norm)
 
 
-def set_contributes(model: nn.Module, contributes: bool) -> bool:
-    """Say whether this rank's input counts; false when ``model`` has no synchronised norm."""
-    norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+def join(model: nn.Module, group: Group) -> bool:
+    """Normalise over the samples of ``group``; false when ``model`` has no synchronised norm."""
+    norms = _norms(model)
     for norm in norms:
-        norm.contributes = contributes
+        norm.group = group.process_group
     return bool(norms)
+
+
+def set_contributes(model: nn.Module, contributes: bool) -> None:
+    """Say whether this rank's input counts."""
+    for norm in _norms(model):
+        norm.contributes = contributes
+
+
+def _norms(model: nn.Module) -> list[SyncBatchNorm]:
+    return [module for module in model.modules() if isinstance(module, SyncBatchNorm)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,3 +15,7 @@ class Term:
     total: Tensor
     count: Tensor | int
     output: Any
+
+    def with_total(self, total: Tensor) -> Term:
+        """The same term with its total replaced."""
+        return replace(self, total=total)

@@ -11,7 +11,7 @@ from paceline.data.slices import share
 from paceline.engine.batch import split
 from paceline.errors import ConfigError, LayoutError
 from paceline.layout import Layout
-from paceline.parallel.compose import check_supported
+from paceline.layout.rules import Request, check_rules
 
 Piece = tuple[int, int]
 """A microbatch: the data-parallel rank that runs it, and its number there."""
@@ -91,7 +91,7 @@ def parse_cases(
     for text in layouts:
         try:
             case = Case.parse(text, microbatch=microbatch)
-            check_supported(case.layout)
+            check_rules(Request(case.layout))
         except LayoutError as error:
             problems.append(str(error))
             continue

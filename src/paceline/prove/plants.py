@@ -59,7 +59,7 @@ def _wrapped(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
 
 def _missing_all_reduce() -> contextlib.AbstractContextManager[None]:
     def make(original: Any) -> Any:
-        return lambda engine, last: original(engine, False)
+        return lambda engine, last, counts: original(engine, False, counts)
 
     return _wrapped("_reducing", make)
 
@@ -141,7 +141,7 @@ def _stale_buffer() -> Iterator[None]:
 
         return changed
 
-    with _wrapped("step", make), swapped(engine_module, "sync_buffers", lambda model: None):
+    with _wrapped("step", make), swapped(engine_module, "sync_buffers", lambda model, group: None):
         yield
 
 

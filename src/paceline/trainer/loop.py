@@ -250,13 +250,11 @@ class Loop:
             return path
         self._catch_up()
         started = time.perf_counter()
-        streams = collectives.all_gather_object(rng_state())
+        state = self._state(collectives.all_gather_object(rng_state()))
         failure = None
         if self.world.is_main:
             try:
-                checkpoint.write(
-                    self.folder, step, self._state(streams), keep=self.trainer.checkpoint.keep
-                )
+                checkpoint.write(self.folder, step, state, keep=self.trainer.checkpoint.keep)
             except CheckpointError as error:
                 failure = str(error)
         failure = collectives.broadcast_object(failure)
@@ -344,7 +342,7 @@ class Loop:
                 device=str(self.world.device),
                 precision=engine.options["precision"],
                 global_batch=self.train.global_batch,
-                parameters=sum(p.numel() for p in engine.model.parameters()),
+                parameters=engine.parameter_count,
                 samples_per_epoch=self.train.samples_per_epoch,
                 total_steps=self.total_steps,
                 first_step=engine.steps_done,

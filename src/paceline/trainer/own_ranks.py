@@ -46,11 +46,8 @@ def fit(
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")
             history = rank_trainer._fit(train, val, epochs, steps, resume)
             engine = rank_trainer.engine
-            return (
-                history,
-                {k: v.cpu() for k, v in engine.model.state_dict().items()},
-                engine.optimizer.state_dict(),
-            )
+            state = engine.state_dict()  # the whole model's, whatever the layout
+            return history, {k: v.cpu() for k, v in state["model"].items()}, state["optimizer"]
 
         with following(events_dir, trackers):
             try:

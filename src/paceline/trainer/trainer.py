@@ -207,7 +207,9 @@ class Trainer:
         if isinstance(data, Loader):
             return data
         if isinstance(data, DataLoader):
-            return from_dataloader(data, global_batch=self.global_batch, seed=self.seed)
+            return from_dataloader(
+                data, global_batch=self.global_batch, seed=self.seed, layout=self.engine.layout
+            )
         if self.global_batch is None:
             raise DataError(
                 f"fit({name}=…) got a {type(data).__name__}: pass global_batch= to the Trainer, "
@@ -223,6 +225,7 @@ class Trainer:
             workers=options.workers,
             pin_memory=options.pin_memory,
             collate_fn=options.collate_fn,
+            layout=self.engine.layout,
         )
 
     def _check_folder(self, resume: bool) -> None:

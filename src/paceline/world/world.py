@@ -72,6 +72,8 @@ class World:
         self._store = store
         self._pid = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
+        # That of the engine made last; loaders made without one follow it.
+        self.layout: Layout | None = None
         self._meshes: dict[Layout, DeviceMesh] = {}
         self._closed = False
         self._barriers = 0

@@ -1,0 +1,75 @@
+"""``paceline schedule``: a pipeline schedule as a table and a picture; starts nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def schedule(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble, zbv or dualpipev.",
+        ),
+    ],
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "--pp", help="Ranks of the pipeline; 4, or what --stages needs."),
+    ] = None,
+    microbatches: Annotated[int, typer.Option(help="Microbatches a step.")] = 8,
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            help="Stages over all ranks; without it, one a rank, or two where the schedule loops.",
+            show_default=False,
+        ),
+    ] = None,
+    forward: Annotated[float, typer.Option(help="Cost of a forward.")] = 1.0,
+    backward: Annotated[
+        float, typer.Option(help="Cost of a backward: its input and weight gradients, half each.")
+    ] = 2.0,
+    p2p: Annotated[float, typer.Option(help="Cost of sending a result to another rank.")] = 0.0,
+    svg: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also draw it as SVG.", show_default=False)
+    ] = None,
+    png: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Also draw it as PNG; needs matplotlib.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Print a pipeline schedule: who does what when, and how long ranks idle.
+
+    0F2 is the forward of microbatch 2 through stage 0; B a backward, I and W its gradients of the
+    input and of the weights apart.
+    """
+    from pathlib import Path
+
+    from paceline.errors import LayoutError
+    from paceline.layout.drawing import write_png
+    from paceline.layout.schedules import Costs, build_schedule, default_stages_per_rank
+
+    if ranks is None:
+        ranks = 4 if stages is None else max(stages // default_stages_per_rank(name), 1)
+    if stages is not None and (ranks < 1 or stages % ranks):
+        raise LayoutError(
+            f"--stages {stages} must be a multiple of --ranks {ranks}: ranks hold equally many."
+        )
+    built = build_schedule(
+        name,
+        ranks,
+        microbatches,
+        None if stages is None else stages // ranks,
+        Costs(forward, backward, backward / 2, backward / 2, p2p),
+    )
+    typer.echo(built.table())
+    if svg is not None:
+        Path(svg).write_text(built.svg(), encoding="utf-8")
+        typer.echo(f"wrote {svg}")
+    if png is not None:
+        write_png(built, png)
+        typer.echo(f"wrote {png}")

@@ -1,0 +1,51 @@
+"""Ranks that work on the same samples: they must see the same batch, and draw the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.engine.batch import map_leaves
+from paceline.errors import DataError
+from paceline.layout import Layout
+from paceline.world import World, collectives, rng_state, set_rng_state
+
+
+def check_same_batch(batch: Any, layout: Layout, world: World) -> None:
+    """Raise on all ranks where two that share samples (``tp``, ``pp``) got other ones."""
+    prints = collectives.all_gather_object(_fingerprint(batch))
+    first: dict[int, int] = {}
+    for rank in range(world.size):
+        other = first.setdefault(layout.place(rank).dp, rank)
+        if prints[rank] != prints[other]:
+            raise DataError(
+                f"layout {str(layout)!r}: ranks {other} and {rank} work on the same samples, but "
+                "got different batches. Draw them with paceline.loader(..., layout=engine.layout),"
+                " or with a sampler over the data-parallel ranks alone (engine.place.dp of "
+                "engine.layout.dp)."
+            )
+
+
+def share_random_stream(layout: Layout, world: World) -> None:
+    """Give tensor-parallel ranks one random stream: what they hold in common must stay equal."""
+    streams = collectives.all_gather_object(rng_state())
+    own = layout.place(world.rank)
+    first = next(r for r in range(world.size) if layout.place(r) == own._replace(tp=0))
+    set_rng_state(streams[first])
+
+
+def _fingerprint(batch: Any) -> str:
+    digest = hashlib.sha256()
+
+    def add(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            digest.update(str((leaf.dtype, tuple(leaf.shape))).encode())
+            dense = leaf.detach().cpu().to_dense() if leaf.is_sparse else leaf.detach().cpu()
+            digest.update(dense.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return leaf
+
+    map_leaves(batch, add)
+    return digest.hexdigest()

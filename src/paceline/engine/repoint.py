@@ -1,0 +1,112 @@
+"""One optimizer over a model's parameters before and after the model was spread.
+
+The optimizer is made over the whole parameters. Spreading puts others in their place, of which a
+rank may hold a part, none, or (a tied weight on two pipeline stages) two copies. The groups keep
+their settings and their order; what the optimizer saves is that of the whole parameters again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import TrainingError
+from paceline.parallel.whole import as_part, same_shape, whole
+
+Held = Mapping[str, Sequence[nn.Parameter]]
+"""By name in the whole model: the parameters that this rank holds of it."""
+
+
+class Groups:
+    """The names of the parameters in each group of ``optimizer``, from before the spreading."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        names = {}
+        for name, parameter in model.named_parameters():
+            names[id(parameter)] = name
+        self.names = [
+            [names[id(parameter)] for parameter in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        self._before = {
+            names[id(p)]: p for group in optimizer.param_groups for p in group["params"]
+        }
+
+    def repoint(self, optimizer: Optimizer, held: Held) -> None:
+        """Make ``optimizer`` update what this rank holds; state it has already goes along."""
+        state = dict(optimizer.state)
+        optimizer.state.clear()
+        for group, names in zip(optimizer.param_groups, self.names, strict=True):
+            group["params"] = [p for name in names for p in held.get(name, ())]
+        for name, before in self._before.items():
+            for parameter in held.get(name, ()):
+                if before in state:
+                    optimizer.state[parameter] = {
+                        key: _spread(name, value, before, parameter)
+                        for key, value in state[before].items()
+                    }
+        self._before.clear()  # lets go of the whole parameters
+
+    def state(self, optimizer: Optimizer, held: Held) -> dict[str, dict[str, Any]]:
+        """By name: the state of the whole of each parameter this rank holds a part of."""
+        found = {}
+        for name in (name for names in self.names for name in names):
+            for parameter in held.get(name, ())[:1]:
+                if parameter in optimizer.state:
+                    found[name] = {
+                        key: whole(value).clone() if isinstance(value, Tensor) else value
+                        for key, value in optimizer.state[parameter].items()
+                    }
+        return found
+
+    def state_dict(self, optimizer: Optimizer, by_name: Mapping[str, Any]) -> dict[str, Any]:
+        """What one process's optimizer would save, from the state of all parameters."""
+        numbers = self._numbers()
+        groups = [
+            {
+                **{k: v for k, v in group.items() if k != "params"},
+                "params": [numbers[n] for n in names],
+            }
+            for group, names in zip(optimizer.param_groups, self.names, strict=True)
+        ]
+        state = {number: by_name[name] for name, number in numbers.items() if name in by_name}
+        return {"state": state, "param_groups": groups}
+
+    def load(self, optimizer: Optimizer, held: Held, saved: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, cut to what this rank holds."""
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        order = {id(parameter): number for number, parameter in enumerate(own)}
+        state: dict[int, dict[str, Any]] = {}
+        for name, number in self._numbers().items():
+            for parameter in held.get(name, ()):
+                if number in saved["state"]:
+                    state[order[id(parameter)]] = {
+                        key: as_part(value, parameter) if same_shape(value, parameter) else value
+                        for key, value in saved["state"][number].items()
+                    }
+        counts = iter(range(len(own)))
+        groups = [
+            {**kept, "params": [next(counts) for _ in group["params"]]}
+            for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=True)
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _numbers(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(n for names in self.names for n in names)}
+
+
+def _spread(name: str, value: Any, before: nn.Parameter, parameter: nn.Parameter) -> Any:
+    if not same_shape(value, before):
+        return value
+    if value.device.type == "meta":
+        raise TrainingError(
+            f"the optimizer keeps state of {name} from the start, but the model is on the meta "
+            "device, where there are no values. Pass the optimizer as a function, or build the "
+            "model on a real device."
+        )
+    with torch.no_grad():
+        return as_part(value, parameter)

@@ -1,0 +1,63 @@
+"""Averaging gradients over the copies of a model, for layouts that DDP does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.parallel.whole import local
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average the gradients of ``parameters`` over ``group``, after the last backward of a step.
+
+    A parameter that some ranks did not use counts as zero there; one that nobody used keeps no
+    gradient, so that the optimizer leaves it alone as it would on one device.
+    """
+    used = list(_used_anywhere(parameters, group))
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [local(p.grad) for p in used if p.grad is not None]
+    size = dist.get_world_size(group)
+    pending = []
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    for bucket, flat, work in pending:
+        work.wait()
+        flat.div_(size)
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _used_anywhere(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
+) -> Iterator[nn.Parameter]:
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        return
+    device = local(trained[0]).device
+    used = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    for parameter, flag in zip(trained, used.tolist(), strict=True):
+        if flag:
+            yield parameter
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype, in their order, up to a size that keeps the links busy."""
+    open_buckets: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        bucket = open_buckets.setdefault(tensor.dtype, [])
+        bucket.append(tensor)
+        if sum(t.numel() * t.element_size() for t in bucket) >= _BUCKET_BYTES:
+            yield open_buckets.pop(tensor.dtype)
+    yield from open_buckets.values()

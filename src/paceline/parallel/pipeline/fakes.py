@@ -1,0 +1,79 @@
+"""Tensors without data, and modules whose parameters are such: what absent modules are shown as.
+
+Meta tensors would not do: a model reads ``x.device`` to place its masks and positions, which must
+be real. torch's fake tensors name the device they stand for. They are private in torch (checked
+with 2.11 to 2.13): everything Paceline needs of them is in this file.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""What torch raises where a computation needs the values of a tensor that has none."""
+
+
+class Spec(NamedTuple):
+    """A tensor but for its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def bytes(self) -> int:
+        """How much memory its values take."""
+        return int(torch.Size(self.shape).numel() * self.dtype.itemsize)
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    """What ``tensor`` is, but for its values."""
+    return Spec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
+
+
+def is_fake(value: object) -> bool:
+    """Whether ``value`` is a tensor without data."""
+    return isinstance(value, FakeTensor)
+
+
+def innermost_mode() -> TorchFunctionMode | None:
+    """The torch function mode that sees a call first."""
+    return _get_current_function_mode()
+
+
+class Fakes:
+    """Makes fake tensors that can be mixed with each other and with real ones."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def tensor(self, spec: Spec) -> Tensor:
+        """A fake tensor."""
+        data = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        return FakeTensor(self.mode, data, torch.device(spec.device))
+
+    def parameter(self, parameter: Tensor) -> nn.Parameter:
+        """A fake parameter like ``parameter``."""
+        return nn.Parameter(self.tensor(spec_of(parameter)), parameter.requires_grad)
+
+    def twin(self, module: nn.Module) -> nn.Module:
+        """A copy of ``module`` with fake parameters and buffers: it computes shapes alone."""
+        memo: dict[int, object] = {}
+        for parameter in module.parameters():
+            memo[id(parameter)] = self.parameter(parameter)
+        for buffer in module.buffers():
+            memo[id(buffer)] = self.tensor(spec_of(buffer))
+        twin: nn.Module = copy.deepcopy(module, memo)
+        return twin

@@ -1,0 +1,158 @@
+"""A model on its layout, as the engine drives it: what to call, what to exchange, who counts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.layout import Layout
+from paceline.parallel.average import average_gradients
+from paceline.parallel.shard import Sharded
+from paceline.parallel.term import Term
+from paceline.parallel.whole import cuts
+from paceline.world import Group, World
+
+if TYPE_CHECKING:
+    from paceline.parallel.pipeline import Pipeline
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Spread:
+    """Made by :func:`paceline.parallel.compose.spread`.
+
+    ``module`` is what to call with a microbatch, unless ``pipeline`` runs all of them. ``held``
+    are the parameters of this rank by their names in the whole model: more than one where a tied
+    weight lives on two of its pipeline stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: nn.Module,
+        layout: Layout,
+        world: World,
+        *,
+        pipeline: Pipeline | None = None,
+        sharded: Sequence[Sharded] = (),
+        context: Context = contextlib.nullcontext,
+    ) -> None:
+        self.module, self.model = module, model
+        self.layout, self.world = layout, world
+        self.pipeline = pipeline
+        self._sharded = sharded
+        self.context = context
+        self.place = layout.place(world.rank)
+        self.data_group = data_group(world, layout)
+        self.held = self._held()
+        self._duplicates = set() if pipeline is None else {id(p) for p in pipeline.duplicates()}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every rank holds the whole model, and DDP (or nothing) averages gradients."""
+        layout = self.layout
+        return layout.zero == 0 and layout.tp == 1 and layout.pp == 1
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all data-parallel ranks must run equally many forwards: they gather together."""
+        return self.layout.zero > 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank speaks for those that share its samples: one of them must."""
+        if self.pipeline is not None and not self.pipeline.holds_last:
+            return False
+        return self.place.tp == 0
+
+    def __call__(self, part: Any, items: int) -> Term:
+        """The loss of one microbatch, in the layout's own context."""
+        with self.context():
+            result = self.module(part, items)
+        return result if isinstance(result, Term) else result[1].with_total(result[0])
+
+    def reducing(self, last: bool, counts: bool) -> contextlib.AbstractContextManager[Any]:
+        """The context of one microbatch's forward and backward; ``last`` of its step or not.
+
+        ``counts`` is false for one that only keeps other ranks company.
+        """
+        for sharded in self._sharded:
+            sharded.communicate(last=last, counts=counts)
+        if isinstance(self.module, DistributedDataParallel) and not last:
+            return self.module.no_sync()
+        return contextlib.nullcontext()
+
+    def plain(self, term: Term) -> Term:
+        """``term`` with ordinary tensors, where tensor parallelism left parts."""
+        if self.layout.tp == 1:
+            return term
+        from paceline.parallel.tensor import plain
+
+        return Term(plain(term.total), term.count, plain(term.output))
+
+    def finish_gradients(self) -> None:
+        """What remains to be exchanged after the last backward of a step."""
+        parameters = [p for own in self.held.values() for p in own]
+        for sharded in self._sharded:
+            sharded.finish()
+        if self.pipeline is not None:
+            self.pipeline.sync_tied()
+        if not self.is_plain and self.layout.zero == 0 and self.layout.dp > 1:
+            group = self.data_group.process_group
+            assert group is not None
+            average_gradients(parameters, group)
+
+    def counts_in_norm(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank adds its part of ``parameter`` to the norm, being the first with it."""
+        if id(parameter) in self._duplicates:
+            return False
+        copy, shard = divmod(self.place.dp, self.layout.shards)
+        cut = {axis for axis, _ in cuts(parameter)}
+        first_of_tp = "tp" in cut or self.place.tp == 0
+        first_of_shards = "shards" in cut or shard == 0
+        return copy == 0 and first_of_tp and first_of_shards
+
+    def _held(self) -> dict[str, list[nn.Parameter]]:
+        if self.pipeline is not None:
+            return self.pipeline.held()
+        return {name: [parameter] for name, parameter in self.model.named_parameters()}
+
+
+class LossFirst(nn.Module):
+    """Calls ``module`` and gives the loss beside the :class:`Term`.
+
+    FSDP2 looks for the tensors that backward starts from in tuples, and not in dataclasses. It
+    must not find the model's output: nothing is differentiated from there.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, part: Any, items: int) -> tuple[Tensor, Term]:
+        """The total, as a tensor of its own, and the term."""
+        term: Term = self.module(part, items)
+        return term.total.clone(), term
+
+
+def data_group(world: World, layout: Layout) -> Group:
+    """The ranks that see other samples than this one but hold the same piece of the model."""
+    return _axis_group(world, layout, lambda place: (place.pp, place.cp, place.tp))
+
+
+def stage_group(world: World, layout: Layout) -> Group:
+    """The ranks that see the same samples and hold other pipeline stages."""
+    return _axis_group(world, layout, lambda place: (place.dp, place.cp, place.tp))
+
+
+def _axis_group(world: World, layout: Layout, key: Callable[[Any], tuple[int, ...]]) -> Group:
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(world.size):
+        members.setdefault(key(layout.place(rank)), []).append(rank)
+    # Every rank makes every group, in the same order: that is how torch forms groups.
+    groups = {own: world.group(ranks) for own, ranks in members.items()}
+    return groups[key(layout.place(world.rank))]

@@ -1,0 +1,100 @@
+"""Attention and dropout on split activations: each rank computes its own heads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import functional as F
+
+from paceline.parallel.tensor.shards import (
+    as_split,
+    as_whole,
+    gathered,
+    is_packed,
+    placement,
+    split_of,
+    wrap,
+)
+
+
+def split_attention(
+    mesh: DeviceMesh,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **others: Any,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` where some of the inputs are split.
+
+    Split along their heads (or samples), each rank attends with its own; DTensor itself has no
+    rule for the CPU's fused kernel. Otherwise the inputs are put together first.
+    """
+    dim = _common_dim(mesh, query, key, value)
+    if dim is None:
+        tensors = [gathered(query), gathered(key), gathered(value)]
+        mask = None if attn_mask is None else gathered(attn_mask)
+        return F.scaled_dot_product_attention(*tensors, mask, dropout_p, is_causal, **others)
+    if key.shape[dim] % mesh.size():  # fewer heads of keys than ranks: give each query its own
+        repeats = query.shape[dim] // key.shape[dim]
+        key = gathered(key).repeat_interleave(repeats, dim)
+        value = gathered(value).repeat_interleave(repeats, dim)
+    local = [as_split(t, mesh, dim).to_local() for t in (query, key, value)]
+    mask = None if attn_mask is None else _local_mask(attn_mask, mesh, dim)
+    with own_randomness(mesh) if dropout_p else contextlib.nullcontext():
+        y = F.scaled_dot_product_attention(*local, mask, dropout_p, is_causal, **others)
+    shape = torch.Size((*query.shape[:-1], value.shape[-1]))
+    return wrap(y, mesh, placement(y.ndim + dim), shape)
+
+
+def _common_dim(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor) -> int | None:
+    """The batch-like dimension, counted from the end, that the ranks can share."""
+    for tensor in (query, key, value):
+        found = split_of(tensor) if isinstance(tensor, DTensor) else None
+        if found is not None and found[1] == 1:
+            dim = found[0] - tensor.ndim
+            heads, kv_heads = query.shape[dim], key.shape[dim]
+            fits = heads % mesh.size() == 0 and heads % kv_heads == 0
+            same_kind = key.shape[dim] == value.shape[dim]
+            return dim if dim < -2 and fits and same_kind else None
+    return None
+
+
+def _local_mask(mask: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    if mask.ndim >= -dim and mask.shape[dim] > 1:
+        return as_split(mask, mesh, dim).to_local()
+    # The same mask for every head: each rank's gradient of it is a term of a sum.
+    return as_whole(mask, mesh).to_local(grad_placements=[Partial()])
+
+
+def split_dropout(mesh: DeviceMesh, function: Any, x: DTensor, *args: Any, **others: Any) -> Tensor:
+    """A dropout function on a tensor that is a DTensor."""
+    others.pop("inplace", None)
+    where = x.placements[-1]
+    if where.is_partial():
+        x, where = x.redistribute(mesh, [Replicate()]), Replicate()
+    split = where.is_shard() or is_packed(x)
+    with own_randomness(mesh) if split else contextlib.nullcontext():
+        y = function(x.to_local(), *args, **others)
+    return wrap(y, mesh, where, x.shape)
+
+
+@contextlib.contextmanager
+def own_randomness(mesh: DeviceMesh) -> Iterator[None]:
+    """Random numbers of this rank's own, a function of the common state, which moves on by one draw.
+
+    The ``tp`` ranks draw alike everywhere else; on their own heads or features they must not.
+    """
+    seed = int(torch.randint(2**62, ()))
+    devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed + 1 + mesh.get_local_rank())
+        yield

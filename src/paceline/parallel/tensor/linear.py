@@ -1,0 +1,230 @@
+"""Linear layers over split weights: what they are, how they run, and as modules of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn import functional as F
+
+from paceline.errors import LayoutError
+from paceline.parallel.tensor.shards import (
+    as_split,
+    as_whole,
+    cut,
+    gathered,
+    placement,
+    replicated,
+    split_of,
+    summed,
+    wrap,
+)
+
+
+def split_linear(
+    x: Tensor, weight: DTensor, bias: Tensor | None, *, in_first: bool = False
+) -> DTensor | Tensor:
+    """``x @ weight.T + bias`` (``x @ weight`` with ``in_first``) with a split weight.
+
+    Split along its output, the result is split along its last dimension and ``x`` is needed whole;
+    split along its input, ``x`` is needed split and the result is the sum over the ranks, plain.
+    """
+    found = split_of(weight)
+    if found is None:
+        raise LayoutError(f"split_linear: the weight {weight.placements} is not split.")
+    dim, chunks = found
+    if (dim == 0) != in_first:
+        return _column(x, weight, bias, in_first, chunks)
+    partial = partial_linear(x, weight, in_first=in_first)
+    total = summed(partial, weight.device_mesh)
+    return total if bias is None else total + bias
+
+
+def partial_linear(x: Tensor, weight: DTensor, *, in_first: bool) -> Tensor:
+    """This rank's term of a product whose sum over the ranks is the whole."""
+    local = as_split(x, weight.device_mesh, -1).to_local()
+    matrix = weight.to_local()
+    return F.linear(local, matrix.t() if in_first else matrix)
+
+
+def scattered_linear(
+    x: Tensor, weight: DTensor, bias: Tensor | None, *, in_first: bool, along: int
+) -> Tensor:
+    """A row-parallel product whose result is left split along dimension ``along``."""
+    mesh = weight.device_mesh
+    partial = partial_linear(x, weight, in_first=in_first)
+    total = DTensor.from_local(partial, mesh, [Partial()], run_check=False)
+    spread = total.redistribute(mesh, [Shard(along)])
+    return spread if bias is None else spread + replicated(bias, mesh)
+
+
+def _column(
+    x: Tensor, weight: DTensor, bias: Tensor | None, in_first: bool, chunks: int
+) -> DTensor:
+    mesh = weight.device_mesh
+    # Each rank's output depends on all of x: its gradient is a term of a sum.
+    whole = _shared_input(x, mesh).to_local(grad_placements=[Partial()])
+    matrix = weight.to_local()
+    local_bias = None
+    if bias is not None:
+        bias = bias if isinstance(bias, DTensor) else wrap_like_rows(bias, mesh, chunks)
+        local_bias = bias.to_local()
+    y = F.linear(whole, matrix.t() if in_first else matrix, local_bias)
+    features = weight.shape[1 if in_first else 0]
+    return wrap(y, mesh, placement(y.ndim - 1, chunks), torch.Size((*y.shape[:-1], features)))
+
+
+def wrap_like_rows(bias: Tensor, mesh: DeviceMesh, chunks: int) -> DTensor:
+    """A bias that every rank holds whole, cut like the rows of the weight it belongs to."""
+    if chunks == 1:
+        return as_split(bias, mesh, 0)
+    apart = replicated(bias, mesh).to_local(grad_placements=[Partial()])
+    return wrap(cut(apart, mesh, 0, chunks), mesh, placement(0, chunks), bias.shape)
+
+
+def _shared_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """``x`` whole on every rank, made once for all layers that read it.
+
+    Queries, keys and values are made from the same input. Wrapped once, their gradients are added
+    up before they are summed over the ranks: one all-reduce instead of three.
+    """
+    # A leaf would hold its wrapper, and the wrapper's graph the leaf, for ever.
+    lasting = x.is_leaf and x.requires_grad
+    if lasting or x.is_inference() or torch.compiler.is_compiling():
+        return as_whole(x, mesh)
+    key = (x._version, torch.is_grad_enabled(), mesh)
+    known: tuple[Any, DTensor] | None = getattr(x, "_paceline_whole", None)
+    if known is not None and known[0] == key:
+        return known[1]
+    whole = as_whole(x, mesh)
+    x._paceline_whole = (key, whole)  # type: ignore[attr-defined]
+    return whole
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer whose output features are spread over the ranks of ``mesh``.
+
+    ``forward(x)`` takes ``x`` whole. With ``gather_output`` the result is whole and plain;
+    otherwise it is a DTensor split along its last dimension, for a :class:`RowParallelLinear`.
+    ``from_linear`` splits a layer that every rank holds alike; made new, every rank must have
+    seeded torch alike, since the weights drawn are those of ``nn.Linear``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: DeviceMesh,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_mesh(mesh)
+        whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output = gather_output
+        self.weight = split_parameter(whole.weight, mesh, 0)
+        self.bias = None if whole.bias is None else split_parameter(whole.bias, mesh, 0)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_output: bool = False
+    ) -> ColumnParallelLinear:
+        """``linear`` split over ``mesh``."""
+        made = cls(
+            *(linear.in_features, linear.out_features, mesh),
+            bias=linear.bias is not None,
+            gather_output=gather_output,
+            device="meta",
+        )
+        made.weight = split_parameter(linear.weight, mesh, 0)
+        made.bias = None if linear.bias is None else split_parameter(linear.bias, mesh, 0)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``."""
+        y = split_linear(x, _dtensor(self.weight), self.bias)
+        return gathered(y) if self.gather_output else y
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer whose input features are spread over the ranks of ``mesh``.
+
+    ``forward(x)`` gives the whole result, plain, on every rank; the bias is added once, after the
+    sum. ``x`` may be whole or split along its last dimension (a DTensor). With
+    ``input_is_parallel`` a plain ``x`` is taken as this rank's part of the input.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: DeviceMesh,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_mesh(mesh)
+        whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel = input_is_parallel
+        self.weight = split_parameter(whole.weight, mesh, 1)
+        self.bias = whole.bias
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, mesh: DeviceMesh, *, input_is_parallel: bool = False
+    ) -> RowParallelLinear:
+        """``linear`` split over ``mesh``; the bias, which stays whole, is shared with it."""
+        made = cls(
+            *(linear.in_features, linear.out_features, mesh),
+            bias=linear.bias is not None,
+            input_is_parallel=input_is_parallel,
+            device="meta",
+        )
+        made.weight = split_parameter(linear.weight, mesh, 1)
+        made.bias = linear.bias
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``."""
+        weight = _dtensor(self.weight)
+        if self.input_is_parallel and not isinstance(x, DTensor):
+            shape = torch.Size((*x.shape[:-1], self.in_features))
+            x = wrap(x, weight.device_mesh, Shard(x.ndim - 1), shape)
+        return split_linear(x, weight, self.bias)
+
+
+def split_parameter(
+    parameter: nn.Parameter, mesh: DeviceMesh, dim: int, chunks: int = 1
+) -> nn.Parameter:
+    """``parameter``, which all ranks hold alike, as one of which each rank holds a part."""
+    local = cut(parameter.detach(), mesh, dim, chunks)
+    split = wrap(local, mesh, placement(dim, chunks), parameter.shape)
+    return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+def _dtensor(parameter: Tensor) -> DTensor:
+    if not isinstance(parameter, DTensor):
+        raise LayoutError(
+            f"a tensor-parallel weight of shape {tuple(parameter.shape)} is a plain tensor: "
+            "something replaced it. Load values into it instead, with parameter.copy_()."
+        )
+    return parameter
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise LayoutError(
+            f"a mesh with the dimensions {mesh.mesh_dim_names or mesh.ndim} was given; a "
+            "tensor-parallel layer is spread over one. Pass a slice of it, mesh['tp']."
+        )

@@ -1,0 +1,304 @@
+"""The context in which models with split layers run: plain and split tensors meet in it.
+
+Between a column-parallel and a row-parallel layer activations are DTensors of global shape, so the
+model's own code runs unchanged. What DTensor cannot do by itself is done here: plain tensors that
+meet a DTensor are wrapped (their gradients come back summed over the ranks), attention runs on each
+rank's own heads, packed outputs are taken apart, the cross-entropy of a split vocabulary is
+computed in parts, and what has no split form is computed whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from paceline.parallel.tensor import packed
+from paceline.parallel.tensor.attention import split_attention, split_dropout
+from paceline.parallel.tensor.linear import split_linear
+from paceline.parallel.tensor.plain import plain
+from paceline.parallel.tensor.shards import (
+    as_split,
+    gathered,
+    is_packed,
+    placement,
+    replicated,
+    split_of,
+    wrap,
+)
+from paceline.parallel.tensor.vocabulary import split_cross_entropy, split_embedding
+
+_log = logging.getLogger(__name__)
+
+
+def mixing(mesh: DeviceMesh) -> TorchFunctionMode:
+    """The context for forward passes of a model split over ``mesh`` (one-dimensional).
+
+    Recomputation of activations needs it too. Backward passes do not.
+    """
+    return _Mixing(mesh)
+
+
+class _Mixing(TorchFunctionMode):
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        split = [t for t in _tensors((args, kwargs)) if self._is_ours(t)]
+        if not split or getattr(func, "__name__", "") in ("__get__", "__set__", "size", "dim"):
+            return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            result = special(self.mesh, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if any(is_packed(t) for t in split):
+            return _packed(func, args, kwargs)
+        if any(_is_uneven(t) for t in split) and func not in _KEEPS_CLASSES:
+            return func(*plain(args), **plain(kwargs))
+        if _changes_a_plain_tensor(func, args):
+            return func(*plain(args), **plain(kwargs))
+        return self._split_or_whole(func, args, kwargs)
+
+    def _is_ours(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
+
+    def _split_or_whole(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        def wrapped(value: Any) -> Any:
+            return _mapped(value, lambda t: replicated(t, self.mesh))
+
+        try:
+            return func(*wrapped(args), **wrapped(kwargs))
+        except (NotImplementedError, RuntimeError) as error:
+            # DTensor's rules depend on shapes and placements, so all ranks come here alike. A
+            # mistake in the call itself fails again below, with torch's own words.
+            if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+                raise
+            name = getattr(func, "__name__", str(func))
+            _log.info("tensor parallel: %s is computed whole on every rank (%s)", name, error)
+            return func(*plain(args), **plain(kwargs))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, change) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    found = split_of(tensor)
+    return found is not None and tensor.shape[found[0]] % tensor.device_mesh.size() != 0
+
+
+def _changes_a_plain_tensor(func: Any, args: Any) -> bool:
+    """An in-place operation on a tensor that the caller goes on using: it must stay plain."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (
+        name.startswith("__i") and name.endswith("__") and name != "__invert__"
+    )
+    in_place = in_place or (name.endswith("_") and not name.endswith("__"))
+    return in_place and bool(args) and not isinstance(args[0], DTensor)
+
+
+def _packed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x, *others = args
+    if isinstance(x, DTensor) and is_packed(x) and func in _PER_ELEMENT:
+        y = func(x.to_local(), *others, **kwargs)
+        return wrap(y, x.device_mesh, x.placements[-1], x.shape)
+    return func(*plain(args), **plain(kwargs))
+
+
+# ---- functions with a split form of their own: (mesh, func, args, kwargs) -> result, or
+# NotImplemented for the general way ----
+
+
+def _linear(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if not isinstance(weight, DTensor) or split_of(weight) is None or weight.ndim != 2:
+            return NotImplemented
+        return split_linear(input, weight, bias)
+
+    return call(*args, **kwargs)
+
+
+def _embedding(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(
+        input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any
+    ) -> Any:
+        plain_call = not any(rest[:1]) and not any(rest[2:]) and not _any_option(more)
+        if not plain_call or not isinstance(weight, DTensor) or split_of(weight) != (0, 1):
+            return NotImplemented
+        return split_embedding(input, weight, padding_idx)
+
+    return call(*args, **kwargs)
+
+
+def _any_option(more: dict[str, Any]) -> bool:
+    return any(more.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+
+
+def _attention(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return split_attention(mesh, *args, **kwargs)
+
+
+def _dropout(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(input: Tensor, *rest: Any, **more: Any) -> Any:
+        rest = rest[:2]  # the third is inplace
+        return split_dropout(mesh, func, input, *rest, **more)
+
+    return call(*args, **kwargs)
+
+
+def _cross_entropy(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        classes = 0 if input.ndim == 1 else 1
+        numbers = not target.is_floating_point()
+        simple = weight is None and size_average is None and reduce is None and numbers
+        if not simple or not isinstance(input, DTensor) or split_of(input) != (classes, 1):
+            return func(*plain(args), **plain(kwargs))
+        return split_cross_entropy(
+            input,
+            target,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+
+    return call(*args, **kwargs)
+
+
+def _matmul(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Batched products, such as attention written out, split along a batch-like dimension."""
+    if len(args) != 2 or kwargs or min(args[0].ndim, args[1].ndim) < 3:
+        return NotImplemented
+    found = next((split_of(t) for t in args if isinstance(t, DTensor) and split_of(t)), None)
+    first = next((t for t in args if isinstance(t, DTensor) and split_of(t)), None)
+    if found is None or first is None or found[1] != 1:
+        return NotImplemented
+    dim = found[0] - first.ndim
+    if dim >= -2 or any(-dim > t.ndim or t.shape[dim] != first.shape[dim] for t in args):
+        return NotImplemented
+    local = [as_split(t, mesh, dim).to_local() for t in args]
+    y = func(*local)
+    shape = (*torch.broadcast_shapes(*(t.shape[:-2] for t in args)), *y.shape[-2:])
+    return wrap(y, mesh, placement(y.ndim + dim), torch.Size(shape))
+
+
+def _einsum(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``einsum("bhqd,bhkd->bhqk", ...)`` split along a letter that all operands and the result have."""
+    if not args or not isinstance(args[0], str) or "->" not in args[0] or "." in args[0]:
+        return NotImplemented
+    left, result = args[0].replace(" ", "").split("->")
+    letters = left.split(",")
+    operands = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
+    for term, operand in zip(letters, operands, strict=False):
+        found = split_of(operand) if isinstance(operand, DTensor) else None
+        if found is None:
+            continue
+        letter = term[found[0]]
+        if found[1] != 1 or letter not in result or any(letter not in t for t in letters):
+            return NotImplemented
+        local = [
+            as_split(o, mesh, t.index(letter)).to_local()
+            for t, o in zip(letters, operands, strict=True)
+        ]
+        y = func(args[0], *local)
+        shape = list(y.shape)
+        shape[result.index(letter)] = operand.shape[found[0]]
+        return wrap(y, mesh, placement(result.index(letter)), torch.Size(shape))
+    return NotImplemented
+
+
+def _apart(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule for packed tensors only; where it does not apply they are put together."""
+
+    def call(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not isinstance(args[0], DTensor) or not is_packed(args[0]):
+            return NotImplemented
+        result = rule(*args, **kwargs)
+        return NotImplemented if result is None else result
+
+    return call
+
+
+def _view(x: DTensor, *shape: Any) -> DTensor | None:
+    if len(shape) == 1 and isinstance(shape[0], Sequence):
+        shape = tuple(shape[0])
+    if any(not isinstance(size, int) for size in shape):
+        return None  # a change of dtype
+    return packed.view(x, shape)
+
+
+def _unflatten(x: DTensor, dim: int, sizes: Sequence[int]) -> DTensor | None:
+    dim = dim % x.ndim
+    return packed.view(x, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :]))
+
+
+_SPLIT, _CHUNK, _VIEW = _apart(packed.split), _apart(packed.chunk), _apart(_view)
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _cross_entropy,
+    **dict.fromkeys((F.dropout, F.alpha_dropout, F.feature_alpha_dropout), _dropout),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _matmul),
+    torch.einsum: _einsum,
+    **dict.fromkeys((torch.split, Tensor.split, Tensor.split_with_sizes), _SPLIT),
+    **dict.fromkeys((torch.chunk, Tensor.chunk), _CHUNK),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _VIEW),
+    **dict.fromkeys((Tensor.unflatten, torch.unflatten), _apart(_unflatten)),
+    Tensor.__getitem__: _apart(packed.item),
+}
+_CASTS = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type)
+_COPIES = (Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach)
+_PER_ELEMENT = {*_CASTS, *_COPIES, Tensor.clamp, torch.clamp}
+# What may be done to logits over an uneven vocabulary before their loss is taken: shifting,
+# flattening, casting, scaling. DTensor's rules for uneven parts are not to be trusted further.
+_KEEPS_CLASSES = {
+    *_CASTS,
+    *_COPIES,
+    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten),
+    *(Tensor.__getitem__, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute),
+    *(Tensor.squeeze, Tensor.unsqueeze, Tensor.narrow, torch.narrow),
+    *(Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__truediv__, Tensor.div, torch.div),
+    *(torch.tanh, Tensor.tanh, Tensor.mT.__get__, Tensor.requires_grad_),
+}
