@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,14 @@ from torch.utils.data import DataLoader
 
 from paceline.data import Loader, Share, from_dataloader
 from paceline.engine.batch import batch_size, move, placeholder
+from paceline.engine.checks import check_optimizer
+from paceline.engine.repoint import Groups, Held
 from paceline.errors import DataError, TrainingError
 from paceline.layout import Layout
-from paceline.parallel.compose import Ways, check_layout, spread
+from paceline.parallel.compose import Ways, check_layout, shard_root, spread
 from paceline.parallel.replicate import sync_buffers
+from paceline.parallel.shard import Sharding
+from paceline.parallel.shard_dtype import map_tensors
 from paceline.world import World
 
 
@@ -28,6 +33,7 @@ def prepare(
     *,
     layout: str | Layout = "auto",
     seed: int = 0,
+    sharding: Sharding | None = None,
 ) -> tuple[nn.Module, Optimizer, PreparedLoader | None]:
     """Spread ``model`` and ``loader`` over the world; train them by your own loop.
 
@@ -35,6 +41,10 @@ def prepare(
     how many samples each rank had, so with a loss that is a mean over samples the gradient is that
     of the global batch, the short last one included. Use ``model.no_sync()`` around the backwards
     of an accumulation but the last; there the weights are those of the last batch.
+
+    With ``zero=1``, ``2`` or ``3`` in the layout (``sharding`` says how) the model is sharded in
+    place: its parameters, and the optimizer's, become parts (DTensors), which torch's optimizers
+    and ``clip_grad_norm_`` work with.
 
     The returned loader yields this rank's share of each global batch, on its device. A torch
     ``DataLoader``'s batch size is taken as the *global* batch. ``seed`` orders its samples.
@@ -46,16 +56,75 @@ def prepare(
     world = World.current()
     layout = Layout.parse(layout, world_size=world.size)
     layout.check_world(world.size)
-    model.to(world.device)
+    ways = Ways(sharding=sharding or Sharding())
+    check_layout(layout, ways, own_loop=True)
+    world.layout = layout
+    check_optimizer(optimizer, model)
+    groups = Groups(optimizer, model)
+    if not layout.zero:  # else sharding moves what each rank keeps
+        model.to(world.device)
     prepared = None if loader is None else PreparedLoader(_as_loader(loader, seed), model, world)
-    check_layout(layout, Ways(), own_loop=True)
-    wrapped = spread(model, model, layout, world, Ways()).module
+    if layout.zero:
+        groups.repoint(optimizer, _shard(model, optimizer, layout, world, ways, prepared))
+        return model, optimizer, prepared
+    wrapped = spread(model, model, layout, world, ways).module
     if isinstance(wrapped, DistributedDataParallel):
         # DDP compares a hook's annotations with classes, and ours are strings: a lambda has none.
         wrapped.register_comm_hook(
             _Weights(prepared, world.size), lambda weights, bucket: _average(weights, bucket)
         )
     return wrapped, optimizer, prepared
+
+
+def _shard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    layout: Layout,
+    world: World,
+    ways: Ways,
+    loader: PreparedLoader | None,
+) -> Held:
+    """Shard ``model`` and have its hooks do what :class:`paceline.Engine` does around a step."""
+    sharded = shard_root(model, model, layout, world, ways)
+    weights = _Weights(loader, world.size)
+    syncing = True
+
+    def before(module: nn.Module, args: Any) -> None:
+        sharded.communicate(last=syncing, counts=weights.own() > 0)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        # FSDP averages over the ranks; ranks that had more samples count for more.
+        weight = weights.own() * world.size
+        return map_tensors(output, lambda t: _Weighted.apply(t, weight) if t.requires_grad else t)
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        nonlocal syncing
+        syncing = False
+        try:
+            yield
+        finally:
+            syncing = True
+
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(after)
+    model.no_sync = no_sync  # type: ignore[assignment]
+    optimizer.register_step_pre_hook(lambda *_: sharded.finish())
+    return {name: [parameter] for name, parameter in model.named_parameters()}
+
+
+class _Weighted(torch.autograd.Function):
+    """The same tensor; its gradient times a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        # A placeholder's gradient may be NaN, and NaN times zero is NaN.
+        return (grads[0] * ctx.weight if ctx.weight else torch.zeros_like(grads[0])), None
 
 
 class PreparedLoader:

@@ -22,7 +22,7 @@ from paceline.layout.rules import ZERO_BUBBLE, Request, check_rules
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded, Sharding, shard
-from paceline.parallel.spread import LossFirst, Context, Spread, stage_group
+from paceline.parallel.spread import Context, LossFirst, Spread, stage_group
 from paceline.world import World, collectives
 
 
@@ -85,7 +85,7 @@ def spread(
     if layout.zero:
         called = module if pipeline is not None else LossFirst(module)
         roots = [called] if pipeline is None else list(pipeline.stages)
-        sharded = [_shard(root, model, layout, world, ways) for root in roots]
+        sharded = [shard_root(root, model, layout, world, ways) for root in roots]
     elif layout.dp > 1 and pipeline is None and layout.tp == 1:
         called = replicate(module, world.device)
     return Spread(called, model, layout, world, pipeline=pipeline, sharded=sharded, context=entered)
@@ -133,7 +133,10 @@ def _compile(model: nn.Module, *, whole: bool) -> None:
         model.compile()
 
 
-def _shard(root: nn.Module, model: nn.Module, layout: Layout, world: World, ways: Ways) -> Sharded:
+def shard_root(
+    root: nn.Module, model: nn.Module, layout: Layout, world: World, ways: Ways
+) -> Sharded:
+    """Shard ``root``, what is called with each microbatch, over the data-parallel ranks."""
     mesh = world.mesh(layout)
     return shard(
         root,

@@ -27,11 +27,11 @@ from torch.distributed.fsdp import (
 )
 
 from paceline.errors import LayoutError, TrainingError
-from paceline.parallel.shard_dtype import LOW, cast_inputs, cast_result
+from paceline.parallel.shard_dtype import LOW, cast_inputs, cast_result, map_tensors
 from paceline.parallel.shard_reduce import ExchangeAndSum
 from paceline.parallel.shard_scalars import Scalars
 from paceline.parallel.shard_units import UnitRule, find_units
-from paceline.parallel.shard_unused import Slot, Usage
+from paceline.parallel.shard_unused import Slot, Usage, tensors_in
 from paceline.world.group import backend_by_device
 
 STAGES = (1, 2, 3)
@@ -139,9 +139,16 @@ def shard(
     found = [held[name] for name in names if name in held and held[name] is not root]
     _check_can_be_cut(root, [*found, root])
     scalars = Scalars(root, mesh["copies", "shards"] if copies else mesh["shards"])
+    parts = [*found, root]
+    # Hooks made here run inside FSDP's: after it has gathered, before it lets go.
     if sharding.dtype is not None:
         cast_inputs(model, LOW[sharding.dtype])
         cast_result(model)
+    for module in parts:
+        module.register_forward_hook(_without_views)
+    usage = None
+    if scalars.mesh.size() > 1 and not zero_bubble:
+        usage = Usage(root, _slots(parts, scalars))
     options: dict[str, Any] = {
         "mesh": scalars.mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -153,11 +160,9 @@ def shard(
         "ignored_params": set(scalars.parameters),
     }
     reshard = sharding.reshard if stage == 3 and not zero_bubble else False
-    watched: dict[nn.Module, list[Slot]] = {}
-    for module in [*found, root]:
-        watched[module] = _slots(module, watched, scalars)
+    for module in parts:
         fully_shard(module, reshard_after_forward=_reshard(module, root, reshard), **options)
-    return Sharded(root, stage, scalars, None if zero_bubble else watched)
+    return Sharded(root, stage, scalars, usage)
 
 
 def _reshard(module: nn.Module, root: nn.Module, asked: bool | int | None) -> bool | int | None:
@@ -173,17 +178,43 @@ def _offload_policy(sharding: Sharding, mesh: DeviceMesh) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
 
-def _slots(unit: nn.Module, inner: dict[nn.Module, list[Slot]], scalars: Scalars) -> list[Slot]:
-    """Where the parameters lie that ``unit`` gathers; not those of units within it."""
-    taken = {id(slot.parameter) for held in inner.values() for slot in held}
-    taken |= {id(parameter) for parameter in scalars.parameters}
-    found = []
-    for owner in unit.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            if id(parameter) not in taken:
-                taken.add(id(parameter))
-                found.append(Slot(owner, name))
+def _slots(parts: Sequence[nn.Module], scalars: Scalars) -> dict[nn.Module, list[Slot]]:
+    """Where the parameters lie that each part gathers; inner parts come first, and take theirs."""
+    taken = {id(parameter) for parameter in scalars.parameters}
+    found: dict[nn.Module, list[Slot]] = {}
+    for part in parts:
+        held = []
+        for owner in part.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                if id(parameter) not in taken:
+                    taken.add(id(parameter))
+                    held.append(Slot(owner, name))
+        if held:
+            found[part] = held
     return found
+
+
+def _without_views(unit: nn.Module, args: Any, output: Any) -> Any:
+    """Results that are views of others, as plain tensors on the same memory.
+
+    FSDP hangs its gathering for backward on a unit's results. From a view it would fall off as
+    soon as the model changes it in place, as ``nn.ReLU(inplace=True)`` does.
+    """
+    if not torch.is_grad_enabled() or all(t._base is None for t in tensors_in(output)):
+        return None
+    return map_tensors(
+        output, lambda t: _Alias.apply(t) if t.requires_grad and t._base is not None else t
+    )
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, view: Tensor) -> Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
 
 
 def _check_can_be_cut(root: nn.Module, units: Sequence[nn.Module]) -> None:
@@ -221,17 +252,15 @@ class Sharded:
         root: nn.Module,
         stage: int,
         scalars: Scalars,
-        watched: dict[nn.Module, list[Slot]] | None,
+        usage: Usage | None,
     ) -> None:
         assert isinstance(root, FSDPModule)
         self.root, self.stage = root, stage
         self.mesh = scalars.mesh
         self._scalars = scalars
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        self._usage = None
+        self._usage = usage
         if self.mesh.size() > 1:
-            if watched is not None:
-                self._usage = Usage(root, {unit: held for unit, held in watched.items() if held})
             if backend_by_device(self._groups()[0]).get(self.mesh.device_type) == "gloo":
                 for unit in self._units:
                     unit.set_custom_reduce_scatter(ExchangeAndSum())  # type: ignore[arg-type]

@@ -173,7 +173,7 @@ class _Ties:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return type(module).forward is not nn.Module.forward
 
 
 def _size(module: nn.Module) -> int:

@@ -45,12 +45,13 @@ class Usage:
         self._running: Counter[nn.Module] = Counter()
         self._queued = False
         start = 0
+        # All of this is to run inside FSDP's own hooks, which must be put on afterwards: what is
+        # queued here for the end of backward then comes before what FSDP queues.
         for unit, held in units.items():
             self._held[unit] = list(range(start, start + len(held)))
             start += len(held)
             unit.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        # Ahead of FSDP's hook, so that what this one queues runs before what that one queues.
-        root.register_forward_hook(self._after_root, prepend=True)
+        root.register_forward_hook(self._after_root)
 
     def begin(self, counts: bool) -> None:
         """A microbatch starts; what it uses is noted only if it ``counts``."""

@@ -73,7 +73,7 @@ class Spread:
         """The loss of one microbatch, in the layout's own context."""
         with self.context():
             result = self.module(part, items)
-        return result if isinstance(result, Term) else result[1].with_total(result[0])
+        return result if isinstance(result, Term) else result[1]().with_total(result[0])
 
     def reducing(self, last: bool, counts: bool) -> contextlib.AbstractContextManager[Any]:
         """The context of one microbatch's forward and backward; ``last`` of its step or not.
@@ -125,18 +125,18 @@ class Spread:
 class LossFirst(nn.Module):
     """Calls ``module`` and gives the loss beside the :class:`Term`.
 
-    FSDP2 looks for the tensors that backward starts from in tuples, and not in dataclasses. It
-    must not find the model's output: nothing is differentiated from there.
+    FSDP2 watches the tensors that it finds in what a module returns. That must be the loss alone:
+    nothing is differentiated from the model's output, so the term comes as a function.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, part: Any, items: int) -> tuple[Tensor, Term]:
-        """The total, as a tensor of its own, and the term."""
+    def forward(self, part: Any, items: int) -> tuple[Tensor, Callable[[], Term]]:
+        """The total, as a tensor of its own, and a function that gives the term."""
         term: Term = self.module(part, items)
-        return term.total.clone(), term
+        return term.total.clone(), lambda: term
 
 
 def data_group(world: World, layout: Layout) -> Group:

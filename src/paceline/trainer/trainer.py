@@ -17,10 +17,12 @@ from paceline import checkpoint as checkpoints
 from paceline.data import Loader, from_dataloader, loader
 from paceline.engine import Engine, EngineOptions
 from paceline.engine.loss import LossFunction
-from paceline.engine.options import OptimizerFactory, check_option_names
+from paceline.engine.options import DEFAULTS, OptimizerFactory, check_option_names, ways_of
 from paceline.errors import CheckpointError, DataError, TrainingError
 from paceline.events import FILE_NAME, Note
 from paceline.launch.environment import read_environment
+from paceline.layout import Layout
+from paceline.parallel.compose import check_layout
 from paceline.track import Tracker
 from paceline.trainer import own_ranks
 from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
@@ -141,6 +143,7 @@ class Trainer:
         self._check_folder(resume)
         self._check_uses_of_val(val)
         if nproc is not None and read_environment() is None:
+            self._check_layout(nproc)
             if nproc == 1:
                 return self._fit(train, val, epochs, steps, resume)
             return own_ranks.fit(
@@ -153,6 +156,13 @@ class Trainer:
                 f"started. Leave nproc out, or start {nproc} ranks."
             )
         return self._fit(train, val, epochs, steps, resume)
+
+    def _check_layout(self, nproc: int) -> None:
+        """What can be said of the layout before any rank is started."""
+        options = EngineOptions(**{**DEFAULTS, **self.engine_options})
+        layout = Layout.parse(options["layout"], world_size=nproc)
+        layout.check_world(nproc)
+        check_layout(layout, ways_of(options))
 
     def _fit(
         self, train: Any, val: Any, epochs: int | None, steps: int | None, resume: bool

@@ -70,7 +70,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        return tuple(value.view_as(value) for value in values)
+        return tuple(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
