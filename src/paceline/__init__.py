@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from paceline.engine import StepResult as StepResult
     from paceline.engine import prepare as prepare
     from paceline.layout import Layout as Layout
+    from paceline.parallel.pipeline import Pipelining as Pipelining
+    from paceline.parallel.recompute import Recompute as Recompute
+    from paceline.parallel.shard import Sharding as Sharding
+    from paceline.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
+    from paceline.parallel.tensor import RowParallelLinear as RowParallelLinear
+    from paceline.parallel.tensor import TensorParallel as TensorParallel
     from paceline.prove import verify as verify
     from paceline.trainer import Callback as Callback
     from paceline.trainer import Checkpointing as Checkpointing
@@ -37,6 +43,12 @@ _HOME = {
     "Evaluation": "paceline.trainer",
     "History": "paceline.trainer",
     "Layout": "paceline.layout",
+    "ColumnParallelLinear": "paceline.parallel.tensor",
+    "Pipelining": "paceline.parallel.pipeline",
+    "Recompute": "paceline.parallel.recompute",
+    "RowParallelLinear": "paceline.parallel.tensor",
+    "Sharding": "paceline.parallel.shard",
+    "TensorParallel": "paceline.parallel.tensor",
     "StepResult": "paceline.engine",
     "Trainer": "paceline.trainer",
     "WholeSet": "paceline.trainer",

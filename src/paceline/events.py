@@ -114,6 +114,20 @@ class EpochDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryMeasured(Event):
+    """Bytes held by each rank, by rank; ``activations`` and ``peak`` are of the measured step."""
+
+    step: int
+    parameters: list[int]
+    gradients: list[int]
+    optimizer: list[int]
+    buffers: list[int]
+    activations: list[int]
+    peak: list[int]
+    current: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
     """A checkpoint is complete on disk; ``reason`` is ``every``, ``best``, ``stop`` or ``end``."""
 

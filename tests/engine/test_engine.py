@@ -476,8 +476,9 @@ WRONG = {
     "unknown option": (
         TrainingError,
         lambda: paceline.Engine(linear(), optimizer=from_parameters, clip=1.0),
-        "Engine got an unknown argument clip. Did you mean clip_norm? It takes clip_norm, clip_value, "
-        "compile, count, forward, layout, microbatch, nonfinite, precision, schedule, sync_batchnorm.",
+        "Engine got an unknown argument clip. Did you mean clip_norm? It takes "
+        "checkpoint_activations, clip_norm, clip_value, compile, count, forward, init, layout, "
+        "microbatch, nonfinite, pipeline, precision, schedule, sharding, sync_batchnorm, tensor.",
     ),
     "not a module": (
         TrainingError,
@@ -515,11 +516,11 @@ WRONG = {
         "layout 'dp=4' needs 4 ranks (dp=4), but the world has 1. Start 4 ranks, or change the "
         "layout.",
     ),
-    "layout not built": (
+    "layout against a rule": (
         LayoutError,
-        lambda: paceline.Engine(linear(), optimizer=from_parameters, layout="dp=1,zero=3"),
-        "layout 'dp=1,zero=3': zero=3 is not available in this version, which trains data-parallel "
-        "layouts (dp=N). Leave zero out.",
+        lambda: paceline.Engine(linear(), optimizer=from_parameters, layout="dp=1,ep=1,cp=2"),
+        "layout 'dp=1,cp=2' needs 2 ranks (dp=1 × cp=2), but the world has 1. Start 2 ranks, or "
+        "change the layout.",
     ),
     "foreign optimizer": (
         TrainingError,

@@ -13,7 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel.compose import Ways
+from paceline.parallel.pipeline.options import Pipelining
+from paceline.parallel.recompute import Recompute
 from paceline.parallel.shard import Sharding
+from paceline.parallel.tensor.options import TensorParallel
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Schedule = Callable[[int], float] | LRScheduler
@@ -34,9 +37,9 @@ class EngineOptions(TypedDict, total=False):
     forward: Callable[[nn.Module, Any], Any] | None
     count: Callable[[Any], int | Tensor] | None
     sharding: Sharding | None
-    tensor: Any
-    pipeline: Any
-    checkpoint_activations: Any
+    tensor: TensorParallel | None
+    pipeline: Pipelining | None
+    checkpoint_activations: Recompute | str | int | None
     init: Callable[[nn.Module], None] | None
 
 
@@ -62,11 +65,12 @@ DEFAULTS = EngineOptions(
 
 def ways_of(options: EngineOptions) -> Ways:
     """How to spread a model, from the options that say so."""
+    recompute = options["checkpoint_activations"]
     return Ways(
         sharding=options["sharding"] or Sharding(),
-        tensor=options["tensor"],
-        pipeline=options["pipeline"],
-        recompute=options["checkpoint_activations"],
+        tensor=options["tensor"] or TensorParallel(),
+        pipeline=options["pipeline"] or Pipelining(),
+        recompute=None if recompute is None else Recompute.of(recompute),
         compile=options["compile"],
     )
 

@@ -20,9 +20,12 @@ from torch import nn
 from paceline.layout import Layout
 from paceline.layout.rules import ZERO_BUBBLE, Request, check_rules
 from paceline.parallel.blocks import find_blocks
+from paceline.parallel.pipeline.options import Pipelining
+from paceline.parallel.recompute import Recompute, recompute
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded, Sharding, shard
 from paceline.parallel.spread import Context, LossFirst, Spread, stage_group
+from paceline.parallel.tensor.options import TensorParallel
 from paceline.world import World, collectives
 
 
@@ -31,15 +34,15 @@ class Ways:
     """How each way of spreading a model is to be done, where the layout asks for it."""
 
     sharding: Sharding = field(default_factory=Sharding)
-    tensor: Any = None
-    pipeline: Any = None
-    recompute: Any = None
+    tensor: TensorParallel = field(default_factory=TensorParallel)
+    pipeline: Pipelining = field(default_factory=Pipelining)
+    recompute: Recompute | None = None
     compile: bool = False
 
 
 def check_layout(layout: Layout, ways: Ways, **more: bool) -> None:
     """Refuse a layout that breaks a rule; see :mod:`paceline.layout.rules`."""
-    check_rules(Request(layout, schedule=getattr(ways.pipeline, "schedule", "1f1b"), **more))
+    check_rules(Request(layout, schedule=ways.pipeline.schedule, **more))
 
 
 def needs_sample(layout: Layout) -> bool:
@@ -76,8 +79,6 @@ def spread(
     if layout.tp > 1:
         apply_plan(model, plan, world.mesh(layout)["tp"])
     if ways.recompute is not None:
-        from paceline.parallel.recompute import recompute
-
         recompute(model, ways.recompute, context=entered)
     if ways.compile:
         _compile(model, whole=layout.zero == 0 and not needs_sample(layout))

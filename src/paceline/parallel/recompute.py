@@ -73,7 +73,7 @@ class Recompute:
             return mode
         if isinstance(mode, int) and not isinstance(mode, bool):
             return cls(every=mode)
-        return cls(mode=mode)
+        return cls(mode=str(mode) if isinstance(mode, bool) else mode)
 
 
 def recompute(

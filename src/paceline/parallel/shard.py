@@ -260,10 +260,10 @@ class Sharded:
         self._scalars = scalars
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._usage = usage
-        if self.mesh.size() > 1:
-            if backend_by_device(self._groups()[0]).get(self.mesh.device_type) == "gloo":
-                for unit in self._units:
-                    unit.set_custom_reduce_scatter(ExchangeAndSum())  # type: ignore[arg-type]
+        backend = backend_by_device(self.mesh.get_group(0)).get(self.mesh.device_type)
+        if backend == "gloo" and self.mesh.size() > 1:
+            for unit in self._units:
+                unit.set_custom_reduce_scatter(ExchangeAndSum())  # type: ignore[arg-type]
         _sharded[root] = self
 
     def communicate(self, *, last: bool, counts: bool = True) -> None:

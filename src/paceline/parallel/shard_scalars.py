@@ -45,7 +45,7 @@ class _Scalar:
 
 
 class Scalars:
-    """The parameters without dimensions of ``root``, cut or not: whole on every rank of ``mesh``."""
+    """The parameters without dimensions of ``root``, whole on every rank of ``mesh``."""
 
     def __init__(self, root: nn.Module, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -139,6 +139,6 @@ def _gradient(scalar: _Scalar) -> Tensor:
     working = scalar.working
     gradient = None if working is None else working.grad
     if gradient is None:
-        resting = scalar.resting
-        return torch.zeros_like(resting.to_local() if isinstance(resting, DTensor) else resting)
+        assert isinstance(scalar.resting, DTensor)
+        return torch.zeros_like(scalar.resting.to_local())
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

@@ -112,7 +112,7 @@ def _by_pattern(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether the dotted ``name`` fits ``pattern``, part by part; ``**`` fits any number of them."""
+    """Whether the dotted ``name`` fits ``pattern`` part by part; ``**`` fits any number."""
     return _parts_match(name.split("."), pattern.split("."))
 
 

@@ -97,7 +97,7 @@ class Usage:
         """Units without such inputs are summed at the end of backward: be there before."""
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self._fill_rest)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._fill_rest)
 
     def _fill_rest(self) -> None:
         self._queued = False

@@ -111,7 +111,7 @@ class Spread:
         if id(parameter) in self._duplicates:
             return False
         copy, shard = divmod(self.place.dp, self.layout.shards)
-        cut = {axis for axis, _ in cuts(parameter)}
+        cut = cuts(parameter)
         first_of_tp = "tp" in cut or self.place.tp == 0
         first_of_shards = "shards" in cut or shard == 0
         return copy == 0 and first_of_tp and first_of_shards

@@ -10,8 +10,18 @@ import torch
 from torch import Tensor
 
 from paceline.layout import Layout
+from paceline.parallel.whole import cuts, local, part_of
 from paceline.prove.cases import Case
-from paceline.prove.measure import MOST_ROUNDING, Comparison, Measure, Place, Values, sketch
+from paceline.prove.measure import (
+    MOST_ROUNDING,
+    Comparison,
+    Held,
+    Measure,
+    Place,
+    Values,
+    is_stale,
+    sketch,
+)
 from paceline.prove.plants import planted
 from paceline.prove.rehearsal import Facts, Rehearsal
 from paceline.prove.samples import Cut, shuffled
@@ -51,6 +61,10 @@ class Outcome:
     """By step: a sample of the gradient's elements, for those that are off."""
     samples: list[int] = field(default_factory=list)
     """By step: how many samples the global batch had, by this rank's account."""
+    stale_parts: dict[int, list[str]] = field(default_factory=dict)
+    """By step: parameters of which this rank holds a part that the update did not reach."""
+    split: dict[str, int] = field(default_factory=dict)
+    """Parameters that tensor parallelism splits, each with the dimension it is split along."""
 
 
 def run_reference(
@@ -136,7 +150,7 @@ def _noise_of(
             # Counters of forwards count cuts: only an uncut batch can tell about buffers.
             if kind != "buffer" or cut is _permuted:
                 found[Place(step, kind, name)] = one.difference
-        comparison.settle(run.engine.model, reference)
+        comparison.settle(run.engine.spread.held, reference)
     return found, comparison.unsettled
 
 
@@ -160,11 +174,35 @@ def run_layout(
                 if place.step == step and place.kind == "gradient"
             ):
                 outcome.sketches[step] = sketch(_in_order(values, reference))
-            comparison.settle(run.engine.model, reference)
+            held = run.engine.spread.held
+            outcome.stale_parts[step] = _stale_parts(outcome, step, floor, held, reference, before)
+            comparison.settle(held, reference)
             before = reference
+    outcome.split = {
+        name: cuts(own[0])["tp"] for name, own in held.items() if "tp" in cuts(own[0])
+    }
     outcome.samples = run.samples
     outcome.missing = [name for name in reference["parameter"] if name not in values["parameter"]]
     return outcome
+
+
+def _stale_parts(
+    outcome: Outcome, step: int, floor: float, held: Held, reference: Values, before: Values
+) -> list[str]:
+    """Of the parameters that differ after ``step``: those whose part here has not moved."""
+    found = []
+    for place, one in outcome.measures.items():
+        if place.step != step or place.kind != "parameter" or one.difference <= floor:
+            continue
+        for parameter in held.get(place.name, ()):
+            right, old = (
+                part_of(values["parameter"][place.name], parameter) for values in (reference, before)
+            )
+            own = local(parameter)
+            if cuts(parameter) and own.numel() and is_stale(own, right, old):
+                found.append(place.name)
+                break
+    return found
 
 
 def _in_order(values: Values, reference: Values) -> dict[str, Tensor]:

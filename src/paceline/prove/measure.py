@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from paceline.parallel.whole import local, part_of
 
 KINDS = ("loss", "gradient", "norm", "parameter", "buffer")
 """What is compared, in the order in which a step computes it."""
@@ -21,6 +23,10 @@ relative to themselves, any two runs differ by everything.
 
 Values = dict[str, dict[str, Tensor]]
 """By kind, by name: everything one step computed. Loss and norm have the name ``""``."""
+
+
+Held = Mapping[str, Sequence[nn.Parameter]]
+"""By name in the whole model: the parameters, or parts of them, that a rank holds."""
 
 
 class Place(NamedTuple):
@@ -91,13 +97,21 @@ class Comparison:
         return found
 
     @torch.no_grad()
-    def settle(self, model: nn.Module, reference: Values) -> None:
-        """Take over the reference's value for elements that only rounding has moved."""
-        for name, parameter in model.named_parameters():
+    def settle(self, held: Held, reference: Values) -> None:
+        """Take over the reference's value for elements that only rounding has moved.
+
+        ``held`` are the parameters of this rank, which may be parts of the whole ones.
+        """
+        for name, parameters in held.items():
             mask = self._masks.get(name)
-            if mask is not None and bool(mask.any()) and mask.shape == parameter.shape:
-                right = reference["parameter"][name].to(parameter.device)
-                parameter.copy_(torch.where(mask.to(parameter.device), right, parameter))
+            if mask is None or not bool(mask.any()):
+                continue
+            for parameter in parameters:
+                own = local(parameter)
+                right = part_of(reference["parameter"][name], parameter).to(own.device)
+                chosen = part_of(mask, parameter).to(own.device)
+                if chosen.shape == own.shape:
+                    own.copy_(torch.where(chosen, right, own))
 
     def _note_rounding(self, own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
         if self._rounding is None:
@@ -118,12 +132,7 @@ def _one(value: Tensor, reference: Tensor, before: Tensor | None, floor: float) 
     scale = max(_size(b), floor)
     square = float(b @ b)
     factor = float(a @ b) / square if square > 0 else math.nan
-    stale = False
-    if before is not None and before.shape == value.shape:
-        old = before.double().flatten()
-        # Where the reference itself stood still, nothing can be said.
-        stale = _distance(a, old) <= 1e-3 * _distance(b, old)
-        stale = stale and _distance(b, old) > 0
+    stale = before is not None and before.shape == value.shape and is_stale(a, b, before)
     return Measure(
         difference=_relative(_distance(a, b), scale),
         factor=factor,
@@ -131,6 +140,14 @@ def _one(value: Tensor, reference: Tensor, before: Tensor | None, floor: float) 
         zero=_size(a) == 0 < _size(b),
         stale=stale,
     )
+
+
+def is_stale(value: Tensor, right: Tensor, before: Tensor) -> bool:
+    """Whether ``value`` is still ``before``, where it should have become ``right``."""
+    own, new, old = (tensor.detach().double().flatten() for tensor in (value, right, before))
+    moved = _distance(new, old)
+    # Where the reference itself stood still, nothing can be said.
+    return moved > 0 and _distance(own, old) <= 1e-3 * moved
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -9,13 +9,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from paceline.errors import ConfigError, PacelineError, RankFailed
+from paceline.errors import ConfigError, LayoutError, PacelineError, RankFailed, TrainingError
 from paceline.prove.cases import Case
-from paceline.prove.causes import Cause, Evidence, likely_cause
-from paceline.prove.jobs import Outcome, Reference, run_layout, run_reference
-from paceline.prove.measure import KINDS, Judge, Measure, Place
-from paceline.prove.plants import PLANTS, Plant
+from paceline.prove.causes import likely_cause
+from paceline.prove.evidence import (
+    Cause,
+    Evidence,
+    first_to_differ,
+    missing_everywhere,
+    wrong_in,
+)
+from paceline.prove.hypotheses import explains_loss
+from paceline.prove.jobs import Outcome, Reference, load, run_layout, run_reference
+from paceline.prove.measure import Judge, Place
+from paceline.prove.plants import PLANTS
 from paceline.prove.report import Report, Row, Where
 from paceline.prove.subject import Subject
 from paceline.prove.weights import Weights, find_weights
@@ -55,6 +64,7 @@ class Prover:
             contextlib.redirect_stdout(sys.stderr),
         ):
             self._pool, self._folder = pool, Path(folder)
+            self._cut_references: dict[str, tuple[Path, Reference]] = {}
             self.tell("one process")
             self._main = self._folder / "main"
             reference = self._reference(self._main, None)
@@ -96,32 +106,42 @@ class Prover:
 
     def _prove_case(self, case: Case, reference: Reference, judge: Judge) -> Row:
         started = time.monotonic()
+        row = self._judge_case(case, reference, judge)
+        return replace(row, seconds=time.monotonic() - started)
+
+    def _judge_case(self, case: Case, reference: Reference, judge: Judge) -> Row:
+        if (refusal := case.refusal()) is not None:
+            return _refused(case, *refusal)
         try:
             folder, reference = self._reference_for(case, reference)
         except (PacelineError, RankFailed) as error:
             words = f"one process cannot run the forwards that the ranks run together: {error}"
-            return Row(str(case), "failed", words=words, seconds=time.monotonic() - started)
+            return Row(str(case), "failed", words=words)
         try:
             outcomes = self._run(self.subject, case, folder)
         except RankFailed as failure:
-            words = str(_own_error(failure))
-            return Row(str(case), "failed", words=words, seconds=time.monotonic() - started)
+            error = _own_error(failure)
+            if isinstance(error, LayoutError | TrainingError):
+                # One process ran it, so that it is the layout which cannot.
+                return _refused(case, None, str(error))
+            return Row(str(case), "failed", words=str(error))
         row = _compare(case, outcomes, judge, reference)
-        if not row.ok:
-            cause = self._cause(case, folder, outcomes, reference, judge)
-            row = replace(row, cause=cause.name, words=cause.words)
-        return replace(row, seconds=time.monotonic() - started)
+        if row.ok:
+            return row
+        cause = self._cause(case, folder, outcomes, reference, judge)
+        return replace(row, cause=cause.name, words=cause.words)
 
     def _reference_for(self, case: Case, reference: Reference) -> tuple[Path, Reference]:
         """A model whose samples meet in a forward is compared forward by forward."""
         meets = bool(reference.facts.live_norms or reference.changing_buffers)
         if not meets or not any(case.accumulates(samples) for samples in reference.batch):
             return self._main, reference
-        folder = self._folder / str(case)
-        if folder.exists():
-            return folder, reference
-        found = self._reference(folder, case)
-        return folder, replace(found, noise=reference.noise)
+        key = str([case.forwards(samples) for samples in reference.batch])
+        if key not in self._cut_references:
+            folder = self._folder / f"cut-{len(self._cut_references)}"
+            found = self._reference(folder, case)
+            self._cut_references[key] = folder, replace(found, noise=reference.noise)
+        return self._cut_references[key]
 
     def _run(self, subject: Subject, case: Case, folder: Path) -> list[Outcome]:
         plant, floor = self.plant, Judge.FLOORS[subject.precision]
@@ -141,17 +161,11 @@ class Prover:
         reference: Reference,
         judge: Judge,
     ) -> Cause:
-        found = _first(outcomes, judge, reference.facts.order)
+        found = first_to_differ(outcomes, judge, reference.facts.order)
         if found is None:
-            names = ", ".join(_missing(outcomes)[:3])
+            names = ", ".join(missing_everywhere(outcomes)[:3])
             return Cause("missing-parameter", f"no rank has the parameter {names}")
         place, rank, measure = found
-        offenders = {
-            other.kind
-            for outcome in outcomes
-            for other, one in outcome.measures.items()
-            if other.step == place.step and one.difference > judge.allowed(other)
-        }
         evidence = Evidence(
             case=case,
             samples=reference.batch[place.step - 1],
@@ -162,49 +176,60 @@ class Prover:
             place=place,
             rank=rank,
             measure=measure,
-            loss_differs="loss" in offenders,
-            gradients_differ="gradient" in offenders,
-            norm_differs="norm" in offenders,
-            samples_differ=outcomes[rank].samples != reference.batch,
-            ranks_differ=_ranks_differ(outcomes, place.step),
+            wrong=wrong_in(outcomes, judge, place.step),
         )
-        if "gradient" not in offenders or reference.facts.live_norms:
-            weights = None
-        else:
+        weights = None
+        if evidence.differs("gradient") and not reference.facts.live_norms:
             self.tell(f"{case}: looking for the cause")
             weights = self._weights(case, folder, place.step, outcomes[rank])
         evidence = replace(
             evidence,
             weights=weights,
             right_without_accumulation=self._right_without_accumulation(evidence, judge),
+            bias_on_every_rank=self._bias_on_every_rank(evidence, folder),
         )
         return likely_cause(evidence)
 
     def _weights(self, case: Case, folder: Path, step: int, outcome: Outcome) -> Weights | None:
         if step not in outcome.sketches:
             return None
+        found: Weights | None = self._alone(
+            find_weights, self.subject, case, folder, step, outcome.sketches[step]
+        )
+        return found
+
+    def _bias_on_every_rank(self, evidence: Evidence, folder: Path) -> bool:
+        """Whether biases that each tensor-parallel rank adds would explain the loss."""
+        place, tp = evidence.place, evidence.case.layout.tp
+        if tp == 1 or not evidence.differs("loss") or evidence.reference.facts.live_norms:
+            return False
+        outcome = evidence.outcomes[evidence.rank]
+        factor = outcome.measures[Place(place.step, "loss", "")].factor
+        loss = factor * float(load(folder, place.step)["loss"][""])
+        split = {name: dim for one in evidence.outcomes for name, dim in one.split.items()}
+        subject = self.subject
+        return bool(self._alone(explains_loss, subject, folder, place.step, split, tp, loss))
+
+    def _alone(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What one process finds out for the evidence; ``None`` where it cannot."""
         try:
-            (weights,) = self._pool.run(
-                find_weights,
-                *(self.subject, case, folder, step, outcome.sketches[step]),
-                world_size=1,
-                join=False,
-                timeout=self.timeout,
+            (found,) = self._pool.run(
+                function, *arguments, world_size=1, join=False, timeout=self.timeout
             )
         except RankFailed:
             return None  # a model that cannot run a single sample: go by the rest of the evidence
-        return weights
+        return found
 
     def _right_without_accumulation(self, evidence: Evidence, judge: Judge) -> bool | None:
         case, step = evidence.case, evidence.place.step
-        if not case.accumulates(evidence.samples):
-            return None
+        if not case.accumulates(evidence.samples) or case.layout.pp > 1:
+            return None  # a pipeline always cuts
         subject = replace(self.subject, steps=step)
         try:
             outcomes = self._run(subject, replace(case, microbatch=None), self._main)
         except RankFailed:
             return None  # that fails in its own way: no evidence
-        return _first(outcomes, judge, []) is None
+        return first_to_differ(outcomes, judge, []) is None
 
     def _check_plant(self, reference: Reference) -> None:
         plant = None if self.plant is None else PLANTS[self.plant]
@@ -262,32 +287,14 @@ class Prover:
         return notes
 
 
-def plant_problems(
-    plant: Plant, cases: Sequence[Case], *, clip_norm: float | None, global_batch: int
-) -> list[str]:
-    """Why ``plant`` could not show on some of the cases."""
-    problems = []
-    if plant.clipping and clip_norm is None:
-        problems.append(f"plant {plant.name!r} needs clipping: set clip_norm (train.clip_norm)")
-    for case in cases:
-        if case.layout.dp < plant.ranks:
-            problems.append(
-                f"plant {plant.name!r} needs {plant.ranks} data-parallel ranks or more, but layout "
-                f"{str(case)!r} has {case.layout.dp}"
-            )
-        if plant.accumulation and not case.accumulates(global_batch):
-            problems.append(
-                f"plant {plant.name!r} needs accumulation, but layout {str(case)!r} runs each "
-                f"rank's share of {global_batch} samples at once; add a microbatch, like "
-                f"'{case.layout},microbatch=1'"
-            )
-    return problems
-
-
 def _own_error(failure: RankFailed) -> Exception:
     """What a rank raised, where Paceline raised it on purpose: its words need no traceback."""
     cause = failure.__cause__
     return cause if isinstance(cause, PacelineError) else failure
+
+
+def _refused(case: Case, rule: str | None, reason: str) -> Row:
+    return Row(str(case), "refused", cause=rule, words=reason)
 
 
 def _compare(case: Case, outcomes: list[Outcome], judge: Judge, reference: Reference) -> Row:
@@ -300,8 +307,8 @@ def _compare(case: Case, outcomes: list[Outcome], judge: Judge, reference: Refer
         key=lambda entry: entry[:2],
     )
     _, difference, place, rank = worst
-    first = _first(outcomes, judge, reference.facts.order)
-    same = first is None and not _missing(outcomes)
+    first = first_to_differ(outcomes, judge, reference.facts.order)
+    same = first is None and not missing_everywhere(outcomes)
     return Row(
         layout=str(case),
         verdict="same" if same else "differs",
@@ -311,45 +318,3 @@ def _compare(case: Case, outcomes: list[Outcome], judge: Judge, reference: Refer
         first=None if first is None else Where.at(first[0], first[1]),
         first_difference=0.0 if first is None else first[2].difference,
     )
-
-
-def _first(
-    outcomes: list[Outcome], judge: Judge, order: list[str]
-) -> tuple[Place, int, Measure] | None:
-    """The first value that differs: by step, by kind, then as the modules ran.
-
-    Loss and norm are numbers made of all tensors: they come first only where no tensor differs.
-    """
-    ran = {name: index for index, name in enumerate(order)}
-
-    def when(found: tuple[Place, int, Measure]) -> tuple[int, bool, int, int, int]:
-        place, rank, _ = found
-        module = ran.get(place.name.rpartition(".")[0], len(ran))
-        return place.step, place.name == "", KINDS.index(place.kind), module, rank
-
-    offenders = [
-        (place, rank, one)
-        for rank, outcome in enumerate(outcomes)
-        for place, one in outcome.measures.items()
-        if one.difference > judge.allowed(place)
-    ]
-    return min(offenders, key=when, default=None)
-
-
-def _missing(outcomes: list[Outcome]) -> list[str]:
-    """Parameters of the reference that no rank has."""
-    absent = set(outcomes[0].missing).intersection(*(outcome.missing for outcome in outcomes))
-    return sorted(absent)
-
-
-def _ranks_differ(outcomes: list[Outcome], step: int) -> bool:
-    sketches = [outcome.sketches.get(step) for outcome in outcomes]
-    if all(one is None for one in sketches):
-        return False
-    first = sketches[0]
-    for other in sketches[1:]:
-        if first is None or other is None or first.shape != other.shape:
-            return True
-        if float((first - other).norm()) > 1e-6 * float(first.norm()):
-            return True
-    return False

@@ -30,7 +30,7 @@ class Facts:
     order: list[str] = field(default_factory=list)
     """Modules in the order in which they first ran."""
     ties: list[list[str]] = field(default_factory=list)
-    """Names of parameters that are one tensor."""
+    """Names of parameters that are one tensor; on a layout, as the engine found the model."""
     live_norms: list[str] = field(default_factory=list)
     """Plain batch norms that normalise over the samples they see."""
     dropout: bool = False
@@ -58,17 +58,14 @@ class Rehearsal:
         self.facts = Facts()
         self._quiet = NoDropout()
         self._quiet.silence(built.model)
-        options = built.options
-        options["layout"] = case.layout
-        options["microbatch"] = case.microbatch
+        options = case.options(built.options)
         if alone:
             options["sync_batchnorm"] = False
             options["microbatch"] = None if cut is None else 1  # any: the cut is what counts
         self._cut = cut
         self._steps = subject.steps
-        # Later layouts put several ranks on the same samples; today every rank has its own.
-        rank = world.rank // max(1, world.size // case.layout.dp)
-        self.loader = subject.loader(built, rank, case.layout.dp)
+        self._alone = alone
+        self.loader = subject.loader(built, case.data_rank(world.rank), case.layout.dp)
         self.engine = Engine(
             built.model, optimizer=built.optimizer, loss=built.loss, world=world, **options
         )
@@ -82,7 +79,8 @@ class Rehearsal:
     def run(self) -> Iterator[tuple[int, Values]]:
         """The steps, from 1, each with everything it computed."""
         batches = endless(self.loader)
-        removers = self._note_order()
+        # A spread model has hooks and wrappers of its own: one process tells the order.
+        removers = self._note_order() if self._alone else []
         try:
             for step in range(1, self._steps + 1):
                 batch = next(batches)
@@ -105,24 +103,18 @@ class Rehearsal:
         ]
 
     def state(self) -> Values:
-        """The parameters and buffers as they are now."""
-        model = self.engine.model
+        """The whole parameters and buffers as they are now. A collective."""
         return {
-            "parameter": _copies(dict(model.named_parameters(remove_duplicate=False))),
-            "buffer": _copies(dict(model.named_buffers(remove_duplicate=False))),
+            "parameter": self.engine.whole_parameters(),
+            "buffer": self.engine.whole_buffers(),
         }
 
     def _cutting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._cut is None else cutting(self._cut)
 
     def _observe(self, engine: Engine) -> None:
-        self._gradients = _copies(
-            {
-                name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                for name, parameter in engine.model.named_parameters()
-                if parameter.requires_grad
-            }
-        )
+        whole = engine.whole_gradients()
+        self._gradients = {n: g.to_dense() if g.is_sparse else g for n, g in whole.items()}
 
     def _values(self, loss: float, norm: float | None) -> Values:
         values: Values = {
@@ -149,18 +141,6 @@ class Rehearsal:
             module.register_forward_pre_hook(note(name)).remove
             for name, module in self.engine.model.named_modules()
         ]
-
-
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The whole of each tensor, gathered where ranks hold parts of it, on the CPU."""
-    copies: dict[str, Tensor] = {}
-    by_identity: dict[int, Tensor] = {}
-    for name, tensor in tensors.items():
-        if id(tensor) not in by_identity:  # what is one tensor stays one
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            by_identity[id(tensor)] = whole.detach().cpu().clone()
-        copies[name] = by_identity[id(tensor)]
-    return copies
 
 
 def tied(model: nn.Module) -> list[list[str]]:

@@ -48,7 +48,7 @@ def find_weights(
     """Fit the samples' weights to the gradient a rank had in ``step``; ``None`` if none fit."""
     built = subject.build()
     model = built.model.double()
-    _set_state(model, load(folder, step - 1))
+    set_state(model, load(folder, step - 1))
     loader = subject.loader(built, 0, 1)
     batch = next(itertools.islice(endless(loader), step - 1, None))
     loader.close()
@@ -71,7 +71,8 @@ def find_weights(
     return Weights(fitted, items, norms)
 
 
-def _set_state(model: nn.Module, state: Values) -> None:
+def set_state(model: nn.Module, state: Values) -> None:
+    """Give a whole model the parameters and buffers of a step of the reference."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(state["parameter"][name])
@@ -79,10 +80,8 @@ def _set_state(model: nn.Module, state: Values) -> None:
             buffer.copy_(state["buffer"][name])
 
 
-def _one_by_one(
-    built: Built, batch: Any, samples: int
-) -> Iterator[tuple[dict[str, Tensor], float]]:
-    """Each sample's gradient of its summed loss, in float64, and how many items it counts."""
+def loss_terms(built: Built, batch: Any, samples: int) -> Iterator[tuple[Tensor, float]]:
+    """Each sample's summed loss alone, in float64, and how many items it counts."""
     model, options = built.model, built.options
     quiet = NoDropout()
     quiet.silence(model)
@@ -93,9 +92,17 @@ def _one_by_one(
         part = move(narrow(batch, samples, index, index + 1), precision.device, torch.float64)
         with quiet, precision.forward():
             term = module(part, module.items(part))
-        model.zero_grad(set_to_none=True)
-        term.total.backward()
-        yield _gradients(model), float(term.count)
+        yield term.total, float(term.count)
+
+
+def _one_by_one(
+    built: Built, batch: Any, samples: int
+) -> Iterator[tuple[dict[str, Tensor], float]]:
+    """Each sample's gradient of its summed loss, in float64, and how many items it counts."""
+    for total, count in loss_terms(built, batch, samples):
+        built.model.zero_grad(set_to_none=True)
+        total.backward()
+        yield _gradients(built.model), count
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

@@ -16,9 +16,13 @@ from torch.optim import Optimizer
 from paceline.config import Config, Target, import_target, learning_rate, load, lr_factor
 from paceline.data import steps_per_epoch
 from paceline.data.text import ByteText, unigram_loss
+from paceline.engine import EngineOptions
 from paceline.engine.loss import LossFunction
 from paceline.errors import ConfigError
 from paceline.events import Baseline, EventLog
+from paceline.parallel.pipeline import Pipelining
+from paceline.parallel.shard import Sharding
+from paceline.parallel.tensor import TensorParallel
 from paceline.trainer.history import History
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
 from paceline.trainer.trainer import Trainer
@@ -57,6 +61,16 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
             mode=config.checkpoint.mode,
             at_end=config.checkpoint.save_at_end,
         ),
+        **engine_options(config, train),
+    )
+    return trainer.fit(
+        train, val, epochs=config.train.epochs, steps=config.train.steps, resume=resume
+    )
+
+
+def engine_options(config: Config, train: Any) -> EngineOptions:
+    """The engine's options that ``config`` names, for training on the dataset ``train``."""
+    return EngineOptions(
         layout=config.layout,
         microbatch=config.batch.microbatch,
         precision=config.precision,
@@ -66,9 +80,10 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
         sync_batchnorm=config.train.sync_batchnorm,
         compile=config.compile,
         schedule=make_schedule(config, train),
-    )
-    return trainer.fit(
-        train, val, epochs=config.train.epochs, steps=config.train.steps, resume=resume
+        sharding=Sharding(**config.sharding.model_dump()),
+        tensor=TensorParallel(**config.tensor.model_dump()),
+        pipeline=Pipelining(**config.pipeline.model_dump()),
+        checkpoint_activations=config.checkpoint_activations,
     )
 
 

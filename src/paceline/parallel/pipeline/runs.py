@@ -23,18 +23,30 @@ class Over(BaseException):
     """Leaves a model's forward where the next stage begins; no ``except Exception`` stops it."""
 
 
+class NeedsValues(Exception):
+    """Code between units needs the values of what units computed."""
+
+
 class ShapeRun(Run):
     """The whole model on fake tensors: what each unit returns, and where each value is used.
 
     ``used`` maps names to the places of their uses: ``2k + 1`` for the k-th call of a unit, ``2k``
-    for the code before it. ``calls_wanted`` ends the run after that many calls.
+    for the code before it. ``calls_wanted`` ends the run after that many calls. ``real_after`` is for
+    models that look at values once all modules have run, as a loss may: from that call on, values
+    are zeros instead of fakes.
     """
 
     def __init__(
-        self, fakes: Fakes, twins: Mapping[str, nn.Module], calls_wanted: int | None = None
+        self,
+        fakes: Fakes,
+        twins: Mapping[str, nn.Module],
+        *,
+        calls_wanted: int | None = None,
+        real_after: int | None = None,
     ) -> None:
         super().__init__()
         self._fakes, self._twins, self._wanted = fakes, twins, calls_wanted
+        self._real_after = real_after
         self.units: list[str] = []
         self.templates: list[Any] = []
         self.flops: list[int] = []
@@ -50,7 +62,18 @@ class ShapeRun(Run):
     def use(self, value: Any, where: str) -> Any:
         """Note that what is in ``value`` is used here."""
         self.note(value, self.place)
-        return value
+        return change_leaves(value, self._zeros) if self._in_tail else value
+
+    @property
+    def _in_tail(self) -> bool:
+        return self._real_after is not None and self.calls >= self._real_after
+
+    def _zeros(self, leaf: Any) -> Any:
+        mark = self.mark_of(leaf) if is_fake(leaf) else None
+        zeros = zeros_like(leaf)
+        if mark is not None:
+            zeros._paceline_mark = mark
+        return zeros
 
     def note(self, value: Any, place: int) -> None:
         """Note that what is in ``value`` is used at ``place``."""
@@ -61,10 +84,10 @@ class ShapeRun(Run):
 
     def set_mark(self, tensor: Tensor, name: Name) -> None:
         """Name a value; keep what it looks like."""
-        if not is_fake(tensor) and tensor._is_view():
+        if not is_fake(tensor) and tensor._is_view() and not self._in_tail:
             raise LayoutError(
                 "pipeline: the model writes what a module computed into a part of a tensor "
-                f"({_where()}), and the whole cannot be followed over a stage boundary. Build it "
+                f"({where_in_model()}), and the whole cannot be followed over a stage boundary. Build it "
                 "with torch.cat or torch.stack instead, or cut elsewhere."
             )
         tensor._paceline_mark = Mark(name, self, True)  # type: ignore[attr-defined]
@@ -73,6 +96,8 @@ class ShapeRun(Run):
     def call_unit(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the unit would return, as fake tensors."""
         place = self.place + 1
+        if self._in_tail:
+            raise NeedsValues(f"before the call of {name!r}")
         with self.paused():
             given = tensors((args, kwargs))
             for index, tensor in enumerate(given):
@@ -170,7 +195,8 @@ class StageRun(Run):
 
     def set_mark(self, tensor: Tensor, name: Name) -> None:
         """Name a value; keep it if later stages want it."""
-        self._put(tensor, name, absent=not self._started)
+        absent = is_fake(tensor) if name[0] == "param" else not self._started
+        self._put(tensor, name, absent=absent)
 
     def use(self, value: Any, where: str) -> Any:
         """``value`` with what other stages computed in place of the fakes."""
@@ -184,7 +210,7 @@ class StageRun(Run):
             return self._received[mark.name]
         if is_fake(leaf) or (mark is not None and mark.absent):
             raise LayoutError(
-                f"pipeline: {where} ({_where()}) needs a value that an earlier stage computed and "
+                f"pipeline: {where} ({where_in_model()}) needs a value that an earlier stage computed and "
                 f"that did not cross: {describe(mark.name if mark else None, self._units)}. The "
                 "model took another way through its code than with the sample batch, or keeps "
                 "values from one step to the next. Cut elsewhere (Pipelining(cuts=[...])), or make "
@@ -205,11 +231,15 @@ class StageRun(Run):
             if self._started:
                 args, kwargs = self.use((args, kwargs), f"the call of {name!r}")
                 given = tensors((args, kwargs))
-                result = self._replacements.get(name, call)(*args, **kwargs)
+                result = self.run_unit(name, call, args, kwargs)
             else:
                 result = _fill(self._templates[self.calls], (args, kwargs), self._fakes)
         self.after_call(result, given)
         return result
+
+    def run_unit(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a unit of this stage."""
+        return self._replacements.get(name, call)(*args, **kwargs)
 
     def _check(self, name: str) -> None:
         expected = self._units[self.calls] if self.calls < len(self._units) else None
@@ -220,6 +250,22 @@ class StageRun(Run):
                 f"sample batch it was {was}. A pipeline needs the same modules in the same order "
                 "for every batch."
             )
+
+
+class Rehearsal(StageRun):
+    """A stage whose units return zeros: shows whether everything it needs reaches it."""
+
+    def run_unit(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the unit would return, as zeros."""
+        result = _fill(self._templates[self.calls], (args, kwargs), self._fakes)
+        return change_leaves(result, zeros_like)
+
+
+def zeros_like(leaf: Any) -> Any:
+    """Zeros in place of a fake tensor; anything else as it is."""
+    if not is_fake(leaf):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
 def describe(name: Name | None, units: Sequence[str]) -> str:
@@ -236,9 +282,9 @@ def describe(name: Name | None, units: Sequence[str]) -> str:
     return f"a value computed {after}"
 
 
-def _where() -> str:
-    """The line of the model's code that is running."""
-    for frame in reversed(traceback.extract_stack()):
+def where_in_model(frames: traceback.StackSummary | None = None) -> str:
+    """The line of the model's code that is running, or that ``frames`` end in."""
+    for frame in reversed(frames or traceback.extract_stack()):
         path = frame.filename.replace("\\", "/")
         if "/torch/" not in path and "/paceline/parallel/pipeline/" not in path:
             return f"{frame.filename}:{frame.lineno}: {frame.line}"

@@ -1,0 +1,124 @@
+"""A model whose units can be caught, run as shapes, or run as stages: what all runs share."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import LayoutError
+from paceline.parallel.pipeline.fakes import NEEDS_DATA, Fakes
+from paceline.parallel.pipeline.glue import Run
+from paceline.parallel.pipeline.runs import NeedsValues, Over, ShapeRun, where_in_model
+from paceline.parallel.pipeline.units import Catching, Slot, find_units, slots_of
+
+Binding = tuple[Slot, nn.Parameter, str]
+"""Where to put which parameter for a while, and its name."""
+
+
+class Skeleton:
+    """Made before the model's parameters move: keeps fake twins of its units and parameters."""
+
+    def __init__(self, model: nn.Module, extra: Sequence[str] = ()) -> None:
+        self.model = model
+        self.units = find_units(model, extra)
+        self.fakes = Fakes()
+        self.slots = slots_of(model)
+        self.fake_parameters = {
+            name: self.fakes.parameter(parameter) for name, parameter in model.named_parameters()
+        }
+        self.twins = {name: self._twin(name, unit) for name, unit in self.units.items()}
+        self.catching = Catching(self.units)
+
+    def _twin(self, name: str, unit: nn.Module) -> nn.Module:
+        try:
+            return self.fakes.twin(unit)
+        except (TypeError, RuntimeError) as error:
+            raise LayoutError(
+                f"pipeline: {name!r} ({type(unit).__name__}) cannot be copied ({error}), but the "
+                "stages that do not hold it need a copy without data to know its outputs. Make it "
+                "work with copy.deepcopy."
+            ) from error
+
+    def stands_in(self, names: Iterable[str]) -> list[Binding]:
+        """Fakes for the parameters ``names``, wherever they are held."""
+        return [(slot, self.fake_parameters[n], n) for n in names for slot in self.slots[n]]
+
+    @contextmanager
+    def running(self, run: Any, bindings: Sequence[Binding]) -> Iterator[None]:
+        """Let ``run`` see the model's calls, with ``bindings`` in place; :class:`Over` ends it."""
+        assert isinstance(run, Run)
+        with ExitStack() as stack:
+            stack.enter_context(_bound(bindings))
+            for _, parameter, name in bindings:
+                run.set_mark(parameter, ("param", name))
+            stack.enter_context(self.catching.by(run))  # type: ignore[arg-type]
+            stack.enter_context(run)
+            try:
+                yield
+            except Over:
+                pass
+
+    def shapes(
+        self, probe: Callable[[], Any], parameters: Iterable[str], calls_wanted: int | None = None
+    ) -> ShapeRun:
+        """Run the model on fakes; ``probe`` calls it. ``parameters`` are those that glue uses."""
+        self._follow_modes()
+        bindings = self.stands_in(parameters)
+        run = ShapeRun(self.fakes, self.twins, calls_wanted=calls_wanted)
+        try:
+            self._shapes(run, bindings, probe)
+        except NEEDS_DATA as error:
+            # Perhaps all modules were through, and only the loss looks at values.
+            again = ShapeRun(self.fakes, self.twins, real_after=run.calls)
+            try:
+                self._shapes(again, bindings, probe)
+            except (NeedsValues, *NEEDS_DATA) as second:
+                raise _needs_values(error, run) from second
+            run = again
+        return run
+
+    def _shapes(self, run: ShapeRun, bindings: Sequence[Binding], probe: Callable[[], Any]) -> None:
+        with _unchanged_rng(self.model), self.running(run, bindings):
+            run.note(probe(), run.place + 1)
+
+    def _follow_modes(self) -> None:
+        """Let the twins train or evaluate as their originals do."""
+        for name, unit in self.units.items():
+            modes = {path: module.training for path, module in unit.named_modules()}
+            for path, module in self.twins[name].named_modules():
+                module.training = modes.get(path, unit.training)
+
+
+@contextmanager
+def _bound(bindings: Sequence[Binding]) -> Iterator[None]:
+    before = [(slot, slot[0]._parameters[slot[1]]) for slot, _, _ in bindings]
+    for (module, key), parameter, _ in bindings:
+        module._parameters[key] = parameter
+    try:
+        yield
+    finally:
+        for (module, key), original in before:
+            module._parameters[key] = original
+
+
+@contextmanager
+def _unchanged_rng(model: nn.Module) -> Iterator[None]:
+    first: Tensor | None = next(model.parameters(), None)
+    on_gpu = first is not None and first.device.type == "cuda"
+    with torch.random.fork_rng(devices=[first.device] if on_gpu and first is not None else []):
+        yield
+
+
+def _needs_values(error: Exception, run: ShapeRun) -> LayoutError:
+    after = f"after {run.units[-1]!r}" if run.units else "before the first module"
+    line = where_in_model(traceback.extract_tb(error.__traceback__))
+    return LayoutError(
+        f"pipeline: between its modules the model looks at values that a module computed ({after}, "
+        f"{line}; {error}). Stages that do not hold that module know shapes alone, so they cannot "
+        "follow. Move that code into a module that is called as a whole, or train without pp."
+    )

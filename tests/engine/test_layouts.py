@@ -1,0 +1,187 @@
+"""One engine on many layouts: the same numbers, the same state, whoever holds which part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+from paceline import Layout
+from paceline.data import share
+from paceline.models.gpt import GPT, token_cross_entropy
+
+SAMPLES = 13  # shares of it are uneven on any number of ranks
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}  # float64 sums taken in another order, after Adam
+
+
+def make_gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(vocab_size=33, context=8, layers=4, heads=4, width=16)
+
+
+def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    texts = [torch.randint(0, 33, (SAMPLES, 9), generator=draw) for _ in range(steps)]
+    return [(text[:, :-1], text[:, 1:]) for text in texts]
+
+
+def own_share(batch: Any, layout: Layout) -> Any:
+    start, stop = share(SAMPLES, layout.place(paceline.World.current().rank).dp, layout.dp)
+    return tuple(part[start:stop] for part in batch)
+
+
+def make_engine(layout: str, **options: Any) -> paceline.Engine:
+    model = make_gpt()
+    return paceline.Engine(
+        model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        loss=token_cross_entropy,
+        layout=layout,
+        precision="fp64",
+        clip_norm=0.5,
+        **options,
+    )
+
+
+def train(layout: str, steps: int = 3, state: Any = None, microbatch: int | None = None) -> Any:
+    engine = make_engine(layout, microbatch=microbatch)
+    data = batches(6)
+    if state is not None:
+        engine.load_state_dict(state)
+    results = []
+    for batch in data[engine.steps_done : engine.steps_done + steps]:
+        result = engine.step(own_share(batch, engine.layout))
+        results.append((result.loss, result.grad_norm, result.samples))
+    return results, engine.state_dict()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    return train("dp=1", steps=5)
+
+
+LAYOUTS = [
+    *("dp=2,zero=1", "dp=3,zero=2", "dp=4,zero=3,replicas=2", "tp=2", "dp=2,tp=2", "pp=2"),
+    *("dp=2,zero=3,pp=2", "dp=2,zero=2,tp=2,pp=2"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_and_resumes_like_one_process(ranks: Any, alone: Any, layout: str) -> None:
+    """Three steps on the layout, then two more on it from its saved state, which is whole."""
+    numbers, last = alone
+    size = Layout.parse(layout).world_size
+    for results, state in ranks(train, layout, 3, None, 3, world_size=size):
+        torch.testing.assert_close(results, numbers[:3], **TOLERANCE)
+    assert state["model"].keys() == last["model"].keys()
+    for results, resumed in ranks(train, layout, 2, state, 3, world_size=size):
+        torch.testing.assert_close(results, numbers[3:], **TOLERANCE)
+        torch.testing.assert_close(resumed["model"], last["model"], **TOLERANCE)
+        torch.testing.assert_close(resumed["optimizer"], last["optimizer"], **TOLERANCE)
+
+
+@pytest.mark.world(4)
+def test_state_moves_between_layouts(ranks: Any, alone: Any) -> None:
+    state = train("dp=1", steps=1)[1]
+    for layout in ("dp=4,zero=3", "dp=2,tp=2", "dp=2,pp=2"):
+        state = ranks(train, layout, 1, state)[0][1]
+    _, last = train("dp=1", 1, state)
+    torch.testing.assert_close(last["model"], alone[1]["model"], **TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["dp=4,zero=3", "dp=2,tp=2", "dp=2,pp=2"])
+@pytest.mark.world(4)
+def test_evaluation_counts_every_sample_once(ranks: Any, layout: str) -> None:
+    def job(layout: str) -> Any:
+        engine = make_engine(layout, microbatch=2)
+        batch = own_share(batches(1)[0], engine.layout)
+        with engine.evaluating():
+            found = engine.evaluate(batch)
+        assert all(part.term.output.shape[0] == part.samples for part in found)
+        return [(part.samples, float(part.term.total), int(part.term.count)) for part in found]
+
+    total, count = token_cross_entropy(make_gpt().double()(batches(1)[0][0]), batches(1)[0][1])
+    found = [part for own in ranks(job, layout) for part in own]
+    assert sum(samples for samples, _, _ in found) == SAMPLES
+    assert sum(items for _, _, items in found) == int(count)
+    torch.testing.assert_close(sum(t for _, t, _ in found), float(total.detach()), **TOLERANCE)
+
+
+@pytest.mark.world(2)
+def test_peers_with_different_batches_are_told(ranks: Any) -> None:
+    def job() -> str:
+        engine = make_engine("tp=2")
+        with pytest.raises(paceline.errors.DataError) as caught:
+            engine.step(tuple(part[engine.world.rank :][:4] for part in batches(1)[0]))
+        return str(caught.value)
+
+    for message in ranks(job):
+        assert "ranks 0 and 1 work on the same samples, but got different batches" in message
+        assert "paceline.loader(..., layout=engine.layout)" in message
+
+
+@pytest.mark.world(2)
+def test_frozen_parameters_stay(ranks: Any) -> None:
+    def job(layout: str) -> Any:
+        model = make_gpt()
+        model.blocks[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        engine = paceline.Engine(
+            model, optimizer=optimizer, loss=token_cross_entropy, layout=layout, precision="fp64"
+        )
+        engine.step(own_share(batches(1)[0], engine.layout))
+        return engine.state_dict()["model"]
+
+    before = make_gpt().double().state_dict()
+    expected = job("dp=1")
+    for layout in ("dp=2,zero=3", "tp=2", "pp=2"):
+        for state in ranks(job, layout):
+            torch.testing.assert_close(state, expected, **TOLERANCE)
+            torch.testing.assert_close(
+                state["blocks.0.mlp.up.weight"], before["blocks.0.mlp.up.weight"]
+            )
+
+
+@pytest.mark.world(2)
+def test_freezing_after_sharding_is_refused(ranks: Any) -> None:
+    def job() -> str:
+        engine = make_engine("dp=2,zero=3")
+        batch = own_share(batches(1)[0], engine.layout)
+        engine.step(batch)
+        next(iter(engine.model.parameters())).requires_grad_(False)
+        with pytest.raises(paceline.errors.TrainingError) as caught:
+            engine.step(batch)
+        return str(caught.value)
+
+    assert "Set requires_grad before the engine is made" in ranks(job)[0]
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=4,zero=3,replicas=2"])
+def test_prepare_shards_for_a_loop_of_ones_own(ranks: Any, layout: str) -> None:
+    def job(layout: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+        draw = torch.Generator().manual_seed(3)
+        x, y = torch.randn(11, 8, generator=draw).double(), torch.arange(11) % 4
+        data = torch.utils.data.TensorDataset(x, y)
+        model, optimizer, loader = paceline.prepare(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            paceline.loader(data, global_batch=5, seed=0),
+            layout=layout,
+        )
+        for inputs, target in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), target).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+        return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+    expected = job("dp=1")
+    world_size = Layout.parse(layout).world_size
+    for found in ranks(job, layout, world_size=world_size):
+        torch.testing.assert_close(found, expected, **TOLERANCE)
