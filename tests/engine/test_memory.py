@@ -59,8 +59,9 @@ def test_activations_of_a_step_by_hand() -> None:
     memory = one_step(model, optimizer, torch.randn(samples, width))
     tensor, weight = samples * width * FLOAT, width * width * FLOAT
     # Kept for the backward: each tanh's output (the batch stood before). Then, going back through
-    # the last layer: the gradient of its tanh's input and, just computed, that of its weight.
-    assert memory.activations == layers * tensor + tensor + weight
+    # the last layer: the gradient of its tanh's input and, just computed, that of its weight. The
+    # loss and its gradient are a number each.
+    assert memory.activations == layers * tensor + tensor + weight + 2 * FLOAT
     assert memory.gradients == layers * weight
     assert memory.parameters == layers * weight
     assert memory.peak is not None
@@ -100,7 +101,8 @@ def test_a_checkpointed_model_holds_less() -> None:
         for model in (whole, saving)
     ]
     tensor = 256 * width * FLOAT
-    assert figures[0] is not None and figures[1] is not None
+    assert figures[0] is not None
+    assert figures[1] is not None
     assert figures[0] >= layers * 4 * tensor
     # Each block's input, and what one block has inside it while it is recomputed.
     assert figures[1] <= (layers + 4 + 3) * tensor

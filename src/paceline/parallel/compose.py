@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.layout import Layout
@@ -81,7 +82,7 @@ def spread(
     if ways.recompute is not None:
         recompute(model, ways.recompute, context=entered)
     if ways.compile:
-        _compile(model, whole=layout.zero == 0 and not needs_sample(layout))
+        _compile(module, model, whole=layout.zero == 0 and not needs_sample(layout))
     called, sharded = module, []
     if layout.zero:
         called = module if pipeline is not None else LossFirst(module)
@@ -125,13 +126,19 @@ def _cut(
     )
 
 
-def _compile(model: nn.Module, *, whole: bool) -> None:
-    """Compile the model, or each block of one whose parameters come and go around the blocks."""
+def _compile(module: nn.Module, model: nn.Module, *, whole: bool) -> None:
+    """Compile the model; or each block, and the loss, where parameters come and go around them."""
     blocks = [] if whole else find_blocks(model)
     for name in blocks:
         model.get_submodule(name).compile()
     if not blocks:
         model.compile()
+        return
+    loss = getattr(module, "loss", None)
+    if isinstance(loss, nn.Module):
+        loss.compile()
+    elif loss is not None:  # a cross-entropy over a large vocabulary is dear when it is not fused
+        module.loss = torch.compile(loss)
 
 
 def shard_root(

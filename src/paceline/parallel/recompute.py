@@ -107,7 +107,7 @@ def _replace(block: nn.Module, keep: frozenset[Any] | None, context: Context) ->
         inner = vars(self).get(_EARLIER) or functools.partial(type(self).forward, self)
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        args, kwargs = _without_caches(args), _without_caches(kwargs)
+        args, kwargs = _without_caches(args, kwargs)
         return _checkpointed(self, inner, args, kwargs, keep, context, changing)
 
     # A bound method, not a closure over the block: a deep copy of the model gets its own.
@@ -235,20 +235,23 @@ def _with_buffers(block: nn.Module, before: dict[str, Tensor]) -> Iterator[None]
             setattr(module, last, buffer)
 
 
-def _without_caches(values: Any) -> Any:
+def _without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with Hugging Face's key-value caches left out: a second pass would add to them.
 
     In training nothing reads them; transformers' own checkpointing leaves them out as well.
     """
     cache_utils = sys.modules.get("transformers.cache_utils")
     if cache_utils is None:
-        return values
-    if isinstance(values, tuple):
-        return tuple(None if isinstance(v, cache_utils.Cache) else v for v in values)
-    if not any(isinstance(v, cache_utils.Cache) for v in values.values()):
-        return values
-    kept = {k: None if isinstance(v, cache_utils.Cache) else v for k, v in values.items()}
-    return kept | ({"use_cache": False} if kept.get("use_cache") else {})
+        return args, kwargs
+    caches = [isinstance(value, cache_utils.Cache) for value in (*args, *kwargs.values())]
+    if not any(caches):
+        return args, kwargs
+    args = tuple(None if c else v for c, v in zip(caches, args, strict=False))
+    named = zip(caches[len(args) :], kwargs.items(), strict=True)
+    kwargs = {name: None if c else v for c, (name, v) in named}
+    return args, kwargs | ({"use_cache": False} if kwargs.get("use_cache") else {})
 
 
 def _blocks(model: nn.Module, rule: BlockRule | None) -> list[str]:

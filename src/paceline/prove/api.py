@@ -18,8 +18,8 @@ from paceline.engine.precision import PRECISIONS
 from paceline.errors import ConfigError, TrainingError
 from paceline.layout import Layout
 from paceline.prove.cases import Case, parse_cases
-from paceline.prove.plants import PLANTS
-from paceline.prove.prover import Prover, Tell, plant_problems
+from paceline.prove.plants import PLANTS, check_plant
+from paceline.prove.prover import Prover, Tell
 from paceline.prove.report import Report
 from paceline.prove.subject import Subject, configured, given
 from paceline.testing.pool import RankPool
@@ -55,7 +55,7 @@ def verify(
     Args:
         model, loss, optimizer, data: as for :class:`paceline.Trainer`; the model may also be a
             function that makes one, and the optimizer then must be a function, too.
-        layouts: such as ``["dp=2", "dp=2,microbatch=4"]``.
+        layouts: such as ``["dp=2", "dp=2,zero=3,microbatch=4", "pp=2,schedule=zbv"]``.
         global_batch: samples per step; not needed where the data is a torch ``DataLoader``.
         plant: a known bug to introduce into the layouts' runs (``paceline verify --list-plants``).
         timeout: seconds one run may take.
@@ -74,7 +74,9 @@ def verify(
         raise TrainingError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}.")
     if (microbatch := options.get("microbatch")) is not None:
         _check_numbers(microbatch=microbatch)
-    cases = parse_cases(layouts, microbatch=microbatch, global_batch=batch)
+    cases = parse_cases(
+        layouts, microbatch=microbatch, global_batch=batch, pipeline=options.get("pipeline")
+    )
     clip_norm = options.get("clip_norm")
     check_plant(plant, cases, clip_norm=clip_norm, global_batch=batch)
     payload = given(model, optimizer, loss, data, data_options, options)
@@ -132,19 +134,6 @@ def verify_config(
             tell=tell,
         )
         return prover.prove(cases, notes)
-
-
-def check_plant(
-    name: str | None, cases: Sequence[Case], *, clip_norm: float | None, global_batch: int
-) -> None:
-    """Raise :class:`ConfigError` for a plant that is unknown or could not show."""
-    if name is None:
-        return
-    if name not in PLANTS:
-        raise ConfigError(f"plant {name!r} is not one of {', '.join(PLANTS)}")
-    problems = plant_problems(PLANTS[name], cases, clip_norm=clip_norm, global_batch=global_batch)
-    if problems:
-        raise ConfigError(problems)
 
 
 def _batch_of(data: Any, global_batch: int | None) -> int:

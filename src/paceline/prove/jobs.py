@@ -178,9 +178,7 @@ def run_layout(
             outcome.stale_parts[step] = _stale_parts(outcome, step, floor, held, reference, before)
             comparison.settle(held, reference)
             before = reference
-    outcome.split = {
-        name: cuts(own[0])["tp"] for name, own in held.items() if "tp" in cuts(own[0])
-    }
+    outcome.split = {name: cuts(own[0])["tp"] for name, own in held.items() if "tp" in cuts(own[0])}
     outcome.samples = run.samples
     outcome.missing = [name for name in reference["parameter"] if name not in values["parameter"]]
     return outcome
@@ -196,7 +194,8 @@ def _stale_parts(
             continue
         for parameter in held.get(place.name, ()):
             right, old = (
-                part_of(values["parameter"][place.name], parameter) for values in (reference, before)
+                part_of(values["parameter"][place.name], parameter)
+                for values in (reference, before)
             )
             own = local(parameter)
             if cuts(parameter) and own.numel() and is_stale(own, right, old):

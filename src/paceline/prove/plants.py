@@ -6,20 +6,13 @@ Each replaces a piece of the engine while the run lasts; the engine itself knows
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-
-from paceline.engine import Engine
-from paceline.engine import engine as engine_module
-from paceline.engine.batch import batch_size
-from paceline.prove.rehearsal import tied
-from paceline.prove.samples import swapped, take
+from paceline.errors import ConfigError
+from paceline.prove import axis_plants, data_plants
+from paceline.prove.cases import Case
 
 Patch = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -31,8 +24,17 @@ class Plant:
     name: str
     words: str
     patch: Patch
-    ranks: int = 1
-    """How many data-parallel ranks it takes."""
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    replicas: int = 1
+    """The degrees that it takes."""
+    whole: bool = False
+    """Whether every data-parallel rank must hold whole gradients (``zero=0``)."""
+    unsplit: bool = False
+    """Whether ranks must hold whole parameters (``zero=0``, ``tp=1``)."""
+    split: bool = False
+    """Whether ranks must hold parts of parameters."""
     accumulation: bool = False
     clipping: bool = False
     uneven: bool = False
@@ -41,157 +43,68 @@ class Plant:
     ties: bool = False
 
 
+_NAMES = {
+    "dp": "data-parallel ranks",
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline ranks",
+    "replicas": "replicas of a sharded model",
+}
+
+
 def planted(name: str | None) -> contextlib.AbstractContextManager[Any]:
     """The bug ``name`` at work in this process; nothing for ``None``."""
     return contextlib.nullcontext() if name is None else PLANTS[name].patch()
 
 
-def _on_last_rank(engine: Engine) -> bool:
-    return engine.world.rank == engine.world.size - 1
+def check_plant(
+    name: str | None, cases: Sequence[Case], *, clip_norm: float | None, global_batch: int
+) -> None:
+    """Raise :class:`ConfigError` for a plant that is unknown or could not show."""
+    if name is None:
+        return
+    if name not in PLANTS:
+        raise ConfigError(f"plant {name!r} is not one of {', '.join(PLANTS)}")
+    plant = PLANTS[name]
+    problems = []
+    if plant.clipping and clip_norm is None:
+        problems.append(f"plant {name!r} needs clipping: set clip_norm (train.clip_norm)")
+    for case in cases:
+        problems += _problems(plant, case, global_batch)
+    if problems:
+        raise ConfigError(problems)
 
 
-@contextlib.contextmanager
-def _wrapped(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """The engine's method ``name`` replaced by what ``make`` makes of it."""
-    with swapped(Engine, name, make(getattr(Engine, name))):
-        yield
-
-
-def _missing_all_reduce() -> contextlib.AbstractContextManager[None]:
-    def make(original: Any) -> Any:
-        return lambda engine, last, counts: original(engine, False, counts)
-
-    return _wrapped("_reducing", make)
-
-
-def _wrong_accumulation() -> contextlib.AbstractContextManager[None]:
-    def make(original: Any) -> Any:
-        # As if every microbatch were the whole batch: their gradients are added, not averaged.
-        return lambda engine, sums: original(engine, sums._replace(divisor=sums.world[1]))
-
-    return _wrapped("_finish_gradients", make)
-
-
-@contextlib.contextmanager
-def _before_average(change: Callable[[Engine, Any, list[Tensor]], None]) -> Iterator[None]:
-    """Each rank's own gradients go through ``change`` before they are averaged over the ranks."""
-
-    def make(original: Any) -> Any:
-        def changed(engine: Engine, sums: Any) -> Any:
-            trained = [p for p in engine.model.parameters() if p.requires_grad]
-            own = []
-            for parameter in trained:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                own.append(parameter.grad.mul_(sums.divisor / sums.world[1]))
-            change(engine, sums, own)
-            for gradient in own:
-                dist.all_reduce(gradient)
-                gradient.div_(engine.world.size)
-            return original(engine, sums._replace(divisor=sums.world[1]))
-
-        return changed
-
-    with _missing_all_reduce(), _wrapped("_finish_gradients", make):
-        yield
-
-
-def _unscaled_loss() -> contextlib.AbstractContextManager[None]:
-    def by_own_count(engine: Engine, sums: Any, own: list[Tensor]) -> None:
-        count = sums.local[1].clamp(min=1)
-        for gradient in own:
-            gradient.mul_(sums.world[1] / (engine.world.size * count))
-        mean = sums.local[0] / count
-        dist.all_reduce(mean)
-        sums.world[0] = mean / engine.world.size * sums.world[1]
-
-    return _before_average(by_own_count)
-
-
-def _skipped_microbatch() -> contextlib.AbstractContextManager[None]:
-    def make(original: Any) -> Any:
-        def changed(engine: Engine, batch: Any) -> Any:
-            parts = original(engine, batch)
-            return parts[:-1] if len(parts) > 1 else parts
-
-        return changed
-
-    return _wrapped("_parts", make)
-
-
-def _local_clip() -> contextlib.AbstractContextManager[None]:
-    def clip(engine: Engine, sums: Any, own: list[Tensor]) -> None:
-        bound = engine.options["clip_norm"]
-        assert bound is not None
-        clip_grads_with_norm_(engine.model.parameters(), bound, get_total_norm(own))
-
-    return _before_average(clip)
-
-
-@contextlib.contextmanager
-def _stale_buffer() -> Iterator[None]:
-    def make(original: Any) -> Any:
-        def changed(engine: Engine, batch: Any) -> Any:
-            before = [(buffer, buffer.clone()) for buffer in engine.model.buffers()]
-            result = original(engine, batch)
-            if _on_last_rank(engine):
-                for buffer, value in before:
-                    buffer.copy_(value)
-            return result
-
-        return changed
-
-    with _wrapped("step", make), swapped(engine_module, "sync_buffers", lambda model, group: None):
-        yield
-
-
-def _double_sample() -> contextlib.AbstractContextManager[None]:
-    def make(original: Any) -> Any:
-        def changed(engine: Engine, batch: Any) -> Any:
-            samples = batch_size(batch)
-            if engine.world.rank == 0 and samples > 0:
-                batch = take(batch, samples, [0, *range(samples)])
-            return original(engine, batch)
-
-        return changed
-
-    return _wrapped("step", make)
-
-
-def _wrong_average() -> contextlib.AbstractContextManager[None]:
-    def make(original: Any) -> Any:
-        def changed(engine: Engine, sums: Any) -> Any:
-            for parameter in engine.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(engine.world.size)
-            return original(engine, sums)
-
-        return changed
-
-    return _wrapped("_finish_gradients", make)
-
-
-def _stale_parameter() -> contextlib.AbstractContextManager[None]:
-    def make(original: Any) -> Any:
-        return lambda engine: None if _on_last_rank(engine) else original(engine)
-
-    return _wrapped("_update", make)
-
-
-def _stale_tied_weight() -> contextlib.AbstractContextManager[None]:
-    def make(original: Any) -> Any:
-        def changed(engine: Engine, model: nn.Module, loss: Any, optimizer: Any) -> None:
-            for group in tied(model):
-                for name in group[1:]:
-                    owner, _, last = name.rpartition(".")
-                    module = model.get_submodule(owner)
-                    copy = getattr(module, last).detach().clone()
-                    setattr(module, last, nn.Parameter(copy, requires_grad=False))
-            original(engine, model, loss, optimizer)
-
-        return changed
-
-    return _wrapped("_build", make)
+def _problems(plant: Plant, case: Case, global_batch: int) -> list[str]:
+    """Why ``plant`` could not show on ``case``."""
+    layout, told = case.layout, f"layout {str(case)!r}"
+    problems = []
+    for axis, what in _NAMES.items():
+        needed, there = getattr(plant, axis), getattr(layout, axis)
+        if there < needed:
+            problems.append(
+                f"plant {plant.name!r} needs {needed} {what} or more, but {told} has {there}"
+            )
+    if (plant.whole or plant.unsplit) and layout.zero:
+        problems.append(
+            f"plant {plant.name!r} needs zero=0, where ranks hold what they need whole, but {told} "
+            f"has zero={layout.zero}"
+        )
+    if plant.unsplit and layout.tp > 1:
+        problems.append(
+            f"plant {plant.name!r} needs tp=1, where ranks hold whole parameters, but {told} has "
+            f"tp={layout.tp}; see 'stale-shard'"
+        )
+    if plant.split and layout.shards == 1 and layout.tp == 1:
+        problems.append(
+            f"plant {plant.name!r} needs parameters of which ranks hold parts, but {told} has "
+            "neither zero over several ranks nor tp"
+        )
+    if plant.accumulation and not case.accumulates(global_batch):
+        problems.append(
+            f"plant {plant.name!r} needs accumulation, but {told} runs each rank's share of "
+            f"{global_batch} samples at once; add a microbatch, like '{layout},microbatch=1'"
+        )
+    return problems
 
 
 PLANTS = {
@@ -199,55 +112,107 @@ PLANTS = {
     for plant in (
         Plant(
             "missing-all-reduce",
-            "each rank keeps its own gradient",
-            _missing_all_reduce,
-            ranks=2,
+            "each data-parallel rank keeps its own gradient",
+            data_plants.missing_all_reduce,
+            dp=2,
+            whole=True,
         ),
         Plant(
             "wrong-average",
-            "gradients are summed over the ranks, not averaged",
-            _wrong_average,
-            ranks=2,
+            "gradients are summed over the data-parallel ranks, not averaged",
+            data_plants.wrong_average,
+            dp=2,
         ),
         Plant(
             "unscaled-loss",
             "each rank divides by its own count, not by the global one",
-            _unscaled_loss,
-            ranks=2,
+            data_plants.unscaled_loss,
+            dp=2,
+            whole=True,
             uneven=True,
         ),
         Plant(
             "wrong-accumulation",
             "gradients are summed over the microbatches, not averaged",
-            _wrong_accumulation,
+            data_plants.wrong_accumulation,
             accumulation=True,
         ),
         Plant(
             "skipped-microbatch",
             "the last microbatch of a step is left out",
-            _skipped_microbatch,
+            data_plants.skipped_microbatch,
             accumulation=True,
         ),
         Plant(
             "local-clip",
             "each rank clips its own gradient before the average",
-            _local_clip,
-            ranks=2,
+            data_plants.local_clip,
+            dp=2,
+            whole=True,
             clipping=True,
         ),
-        Plant("double-sample", "rank 0 counts its first sample twice", _double_sample),
-        Plant("stale-parameter", "the last rank leaves out the update", _stale_parameter),
+        Plant("double-sample", "rank 0 counts its first sample twice", data_plants.double_sample),
+        Plant(
+            "stale-parameter",
+            "the last rank leaves out the update",
+            data_plants.stale_parameter,
+            unsplit=True,
+        ),
+        Plant(
+            "stale-shard",
+            "the last rank leaves out the update of the parts that it holds",
+            data_plants.stale_parameter,
+            split=True,
+        ),
         Plant(
             "stale-buffer",
             "the last rank keeps its old buffers",
-            _stale_buffer,
+            data_plants.stale_buffer,
             buffers=True,
         ),
         Plant(
             "stale-tied-weight",
             "a tied weight is a copy that nobody updates",
-            _stale_tied_weight,
+            data_plants.stale_tied_weight,
             ties=True,
+        ),
+        Plant(
+            "shard-clip",
+            "each rank clips by the norm of the part that it holds",
+            axis_plants.shard_clip,
+            split=True,
+            clipping=True,
+        ),
+        Plant(
+            "wrong-copies",
+            "the copies of a sharded model (replicas) do not average their gradients",
+            axis_plants.wrong_copies,
+            replicas=2,
+        ),
+        Plant(
+            "row-parallel-bias",
+            "every tensor-parallel rank adds the bias of a row-parallel layer",
+            axis_plants.row_parallel_bias,
+            tp=2,
+        ),
+        Plant(
+            "missing-tp-reduce",
+            "the gradient of what enters column-parallel layers is not summed over their ranks",
+            axis_plants.missing_tp_reduce,
+            tp=2,
+        ),
+        Plant(
+            "untied-stages",
+            "the gradients of a tied weight on two pipeline stages are not summed",
+            axis_plants.untied_stages,
+            pp=2,
+            ties=True,
+        ),
+        Plant(
+            "pipeline-scale",
+            "the pipeline's loss is divided by the number of microbatches once more",
+            axis_plants.pipeline_scale,
+            pp=2,
         ),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import tempfile
 import time
@@ -120,11 +121,11 @@ class Prover:
         try:
             outcomes = self._run(self.subject, case, folder)
         except RankFailed as failure:
-            error = _own_error(failure)
-            if isinstance(error, LayoutError | TrainingError):
+            raised = _own_error(failure)
+            if isinstance(raised, LayoutError | TrainingError):
                 # One process ran it, so that it is the layout which cannot.
-                return _refused(case, None, str(error))
-            return Row(str(case), "failed", words=str(error))
+                return _refused(case, None, str(raised))
+            return Row(str(case), "failed", words=str(raised))
         row = _compare(case, outcomes, judge, reference)
         if row.ok:
             return row
@@ -272,10 +273,13 @@ class Prover:
             )
         notes += [
             f"{case}: a rank's share is no more than a microbatch: nothing to cut"
-            for case in cases
-            if case.microbatch and not any(map(case.accumulates, reference.batch))
+            for case, row in zip(cases, rows, strict=True)
+            if row.verdict != "refused"
+            and case.microbatch
+            and not any(map(case.accumulates, reference.batch))
         ]
         if self.plant is not None:
+            rows = [row for row in rows if row.verdict != "refused"]
             missed = [row.layout for row in rows if row.ok]
             named = all(row.cause == self.plant for row in rows if not row.ok)
             fate = f"NOT caught on {', '.join(missed)}" if missed else "caught on every layout"
@@ -294,6 +298,10 @@ def _own_error(failure: RankFailed) -> Exception:
 
 
 def _refused(case: Case, rule: str | None, reason: str) -> Row:
+    """``rule`` is the name of the rule that refuses; else the reason may end with it."""
+    told = re.search(r" \[rule: ([\w-]+)\]$", reason)
+    if rule is None and told is not None:
+        rule, reason = told[1], reason[: told.start()]
     return Row(str(case), "refused", cause=rule, words=reason)
 
 

@@ -38,10 +38,11 @@ class Where:
 
 @dataclass(frozen=True)
 class Row:
-    """One layout: ``verdict`` is ``same``, ``differs`` or ``failed``.
+    """One layout: ``verdict`` is ``same``, ``differs``, ``failed`` or ``refused``.
 
     ``difference`` is the largest relative difference, found at ``where``; ``first`` is the first
-    tensor in execution order that differs, and ``cause`` the likely reason, with ``words``.
+    tensor in execution order that differs, and ``cause`` the likely reason, with ``words``. Of a
+    layout that is refused, ``words`` is the reason and ``cause`` the rule, if it has a name.
     """
 
     layout: str
@@ -100,7 +101,7 @@ class Report:
             table.add_column(name, overflow="fold")
         for row in self.rows:
             colour = "green" if row.ok else "red"
-            failed = row.verdict == "failed"
+            failed = row.verdict in ("failed", "refused")
             table.add_row(
                 row.layout,
                 f"[{colour}]{row.verdict}[/{colour}]",
@@ -124,6 +125,9 @@ class Report:
 def _explanation(row: Row) -> str:
     if row.verdict == "failed":
         return f"{row.layout}: failed: {row.words}"
+    if row.verdict == "refused":
+        rule = "" if row.cause is None else f" [rule: {row.cause}]"
+        return f"{row.layout}: refused: {row.words}{rule}"
     lines = [f"{row.layout}:"]
     if row.first is not None:
         rank = f", rank {row.first.rank}"

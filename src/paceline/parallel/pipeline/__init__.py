@@ -3,5 +3,7 @@
 from paceline.parallel.pipeline.cutting import cut
 from paceline.parallel.pipeline.options import Pipelining
 from paceline.parallel.pipeline.plan import CutPlan
+from paceline.parallel.pipeline.runtime import Pipeline
+from paceline.parallel.pipeline.stage import StageModule
 
-__all__ = ["CutPlan", "Pipelining", "cut"]
+__all__ = ["CutPlan", "Pipeline", "Pipelining", "StageModule", "cut"]

@@ -207,13 +207,10 @@ def _plan(
     }
     names = {id(p): name for name, p in skeleton.model.named_parameters()}
     holders: dict[str, set[int]] = {n: set(glue.get(n, ())) for n in names.values()}
-    called = set(units)
-    for unit, held in unit_stages.items():
+    for unit in units:
         for parameter in skeleton.units[unit].parameters():
-            # A module that is never called may lend its parameters to one that is.
-            if unit in called or not holders[names[id(parameter)]]:
-                holders[names[id(parameter)]] |= held
-    for held in holders.values():
+            holders[names[id(parameter)]] |= unit_stages[unit]
+    for held in holders.values():  # what nothing uses has to be somewhere
         if not held:
             held.add(stages - 1)
     _check_shared_buffers(skeleton, unit_stages)

@@ -57,6 +57,11 @@ class CutPlan:
         first, last = self.span(stage)
         return tuple(dict.fromkeys(self.units[first:last]))
 
+    def modules_of(self, stage: int) -> tuple[str, ...]:
+        """The modules that ``stage`` holds, those included that the model never called."""
+        unused = [n for n, held in self.unit_stages.items() if stage in held]
+        return tuple(dict.fromkeys([*self.units_of(stage), *unused]))
+
     def __str__(self) -> str:
         total = sum(self.costs) or 1.0
         rows = [("stage", "modules", "parameters", f"share of {self.balance}", "receives")]

@@ -53,9 +53,10 @@ def trace(
     model: nn.Module, sample: Callable[[nn.Module], Any], packing: dict[str, int], fixed: set[str]
 ) -> Findings:
     """One run of the model, without values where it can do without."""
+    flow = Flow(model, packing, fixed)
     try:
         with _as_it_was(model), without_data(model):
-            return Flow(model, packing, fixed).run(sample)
+            return flow.run(sample)
     except Exception as error:
         # A model that looks at values cannot run without them.
         if any(p.is_meta for p in model.parameters()):

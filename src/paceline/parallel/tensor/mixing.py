@@ -10,7 +10,6 @@ computed in parts, and what has no split form is computed whole.
 from __future__ import annotations
 
 import logging
-import string
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ from paceline.parallel.tensor.linear import split_linear
 from paceline.parallel.tensor.plain import plain
 from paceline.parallel.tensor.shards import (
     as_split,
-    gathered,
     is_packed,
     placement,
     replicated,
@@ -46,6 +44,10 @@ def mixing(mesh: DeviceMesh) -> TorchFunctionMode:
     Recomputation of activations needs it too. Backward passes do not.
     """
     return _Mixing(mesh)
+
+
+# What DTensor raises where it has no rule, or trips over its own.
+_NO_SPLIT_FORM = (RuntimeError, AssertionError, IndexError, TypeError, ValueError)
 
 
 class _Mixing(TorchFunctionMode):
@@ -82,7 +84,7 @@ class _Mixing(TorchFunctionMode):
 
         try:
             return func(*wrapped(args), **wrapped(kwargs))
-        except (NotImplementedError, RuntimeError) as error:
+        except _NO_SPLIT_FORM as error:
             # DTensor's rules depend on shapes and placements, so all ranks come here alike. A
             # mistake in the call itself fails again below, with torch's own words.
             if isinstance(error, torch.OutOfMemoryError | dist.DistError):
@@ -248,6 +250,25 @@ def _einsum(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> A
     return NotImplemented
 
 
+def _cat(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """torch passes over empty one-dimensional tensors, as caches begin with; DTensor does not."""
+    tensors, *rest = args if args else (kwargs.pop("tensors"),)
+    rank = max(t.ndim for t in tensors)
+    kept = [t for t in tensors if not (t.ndim == 1 < rank and t.numel() == 0)]
+    if len(kept) == len(tensors) or any(is_packed(t) for t in kept if isinstance(t, DTensor)):
+        return NotImplemented
+    return func([replicated(t, mesh) for t in kept], *rest, **kwargs)
+
+
+def _glu(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(input: Tensor, dim: int = -1) -> Any:
+        if not isinstance(input, DTensor) or split_of(input) != (dim % input.ndim, 2):
+            return NotImplemented
+        return packed.take(input, 0, 1) * packed.take(input, 1, 1).sigmoid()
+
+    return call(*args, **kwargs)
+
+
 def _apart(rule: Callable[..., Any]) -> Callable[..., Any]:
     """A rule for packed tensors only; where it does not apply they are put together."""
 
@@ -282,6 +303,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, F.alpha_dropout, F.feature_alpha_dropout), _dropout),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _matmul),
     torch.einsum: _einsum,
+    F.glu: _glu,
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _cat),
     **dict.fromkeys((torch.split, Tensor.split, Tensor.split_with_sizes), _SPLIT),
     **dict.fromkeys((torch.chunk, Tensor.chunk), _CHUNK),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _VIEW),

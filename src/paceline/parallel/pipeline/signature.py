@@ -1,0 +1,26 @@
+"""What shapes a batch will lead to: equal signatures, equal shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from paceline.parallel.pipeline.tree import change_leaves
+
+
+def signature(part: Any) -> tuple[Any, ...]:
+    """The kinds, shapes and dtypes of everything in ``part``, and the values that are no tensors."""
+    found: list[Any] = []
+
+    def add(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append((tuple(leaf.shape), leaf.dtype, str(leaf.device)))
+        elif isinstance(leaf, int | float | bool | str | bytes | type(None)):
+            found.append((type(leaf).__name__, leaf))
+        else:
+            found.append(type(leaf).__name__)
+        return leaf
+
+    change_leaves(part, add)
+    return (type(part).__name__, *found)

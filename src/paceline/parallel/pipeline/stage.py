@@ -1,0 +1,259 @@
+"""One stage of a pipeline on the rank that holds it: its modules, and how it runs them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import LayoutError
+from paceline.parallel.pipeline.crossing import enter, leave
+from paceline.parallel.pipeline.cutting import stage_bindings
+from paceline.parallel.pipeline.plan import CutPlan
+from paceline.parallel.pipeline.runs import ShapeRun, StageRun
+from paceline.parallel.pipeline.skeleton import Skeleton
+from paceline.parallel.term import Term
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Microbatch:
+    """One microbatch on its way through a step."""
+
+    part: Any
+    items: int
+    shapes: ShapeRun
+    """What is known of the model for a part of these shapes."""
+
+
+@dataclass
+class Traffic:
+    """What the stages of a rank are given to work on, and what they leave behind."""
+
+    microbatches: list[Microbatch] = field(default_factory=list)
+    scale: Tensor | None = None
+    keep_output: bool = False
+    terms: list[Term] = field(default_factory=list)
+    failure: Exception | None = None
+
+
+class StageModule(nn.Module):
+    """The modules of one stage, under their names in the model; ``forward`` runs the stage.
+
+    Sharding, tensor parallelism and activation checkpointing change it in place like any module.
+    """
+
+    def __init__(self, work: StageWork) -> None:
+        super().__init__()
+        object.__setattr__(self, "_work", work)
+
+    def forward(self, *received: Tensor) -> tuple[Tensor, ...] | Tensor:
+        """Run the next microbatch: what goes to the next stage, or the loss on the last."""
+        work: StageWork = self._work  # type: ignore[assignment]
+        return work.run_next(received)
+
+
+class _Branch(nn.Module):
+    """Stands for a container of the model of which a stage holds only some modules."""
+
+
+class _ListBranch(nn.ModuleList):
+    """The same for a list of modules, so that its blocks are still seen to be repeated."""
+
+
+class StageWork:
+    """Builds a stage's :class:`StageModule` and runs it on microbatches, one after the other."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        skeleton: Skeleton,
+        plan: CutPlan,
+        index: int,
+        *,
+        device: torch.device,
+        context: Context,
+        traffic: Traffic,
+        taken: set[int],
+    ) -> None:
+        self.index = index
+        self._skeleton, self._plan = skeleton, plan
+        self._called, self._device, self._context = module, device, context
+        self._traffic = traffic
+        self._first, self._last = plan.span(index)
+        self.receives = plan.crossing[index - 1] if index else ()
+        self.sends = plan.crossing[index] if index < plan.stages - 1 else ()
+        self._done = 0
+        # Where this stage holds each of its parameters: (module, key), by name in the model.
+        self.homes: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._replacements: dict[str, nn.Module] = {}
+        self.module = StageModule(self)
+        self._build(taken)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage ends in the loss."""
+        return self.index == self._plan.stages - 1
+
+    def start(self) -> None:
+        """Begin a step: the next microbatch is the first."""
+        self._done = 0
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter ``name`` of the model, as this stage holds it now."""
+        module, key = self.homes[name][0]
+        parameter = module._parameters[key]
+        assert parameter is not None
+        return parameter
+
+    def run_next(self, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
+        """Run the next microbatch on what the stage before has sent."""
+        microbatch = self._traffic.microbatches[self._done]
+        self._done += 1
+        try:
+            return self._run(microbatch, received)
+        except Exception as error:
+            self._traffic.failure = error
+            raise
+
+    def _run(self, microbatch: Microbatch, received: Sequence[Tensor]) -> Any:
+        specs = [microbatch.shapes.specs[name] for name in self.receives]
+        run = StageRun(
+            fakes=self._skeleton.fakes,
+            units=self._plan.units,
+            templates=microbatch.shapes.templates,
+            late=self._plan.late,
+            first=self._first,
+            last=self._last,
+            received=dict(zip(self.receives, enter(received, specs), strict=True)),
+            wanted=self.sends,
+            replacements=self._replacements,
+        )
+        bindings = stage_bindings(self._skeleton, self._plan, self.index, self.parameter)
+        term: Term | None = None
+        with self._context(), self._skeleton.running(run, bindings):
+            # A microbatch without items is a placeholder: it takes part and counts for nothing.
+            result = self._called(microbatch.part, microbatch.items or 1)
+            term = run.use(result, "the loss")
+        if self.is_last:
+            assert term is not None
+            return self._loss(term, microbatch.items)
+        missing = [name for name in self.sends if name not in run.found]
+        if term is not None or missing:
+            raise LayoutError(
+                f"pipeline: stage {self.index} ended before the next one began: with this batch "
+                f"the model does not call {self._plan.units[self._last]!r}. A pipeline needs the "
+                "same modules in the same order for every batch."
+            )
+        self._check_shapes(run, microbatch)
+        return leave([run.found[name] for name in self.sends], self._device)
+
+    def _check_shapes(self, run: StageRun, microbatch: Microbatch) -> None:
+        for name in self.sends:
+            found, spec = run.found[name], microbatch.shapes.specs[name]
+            if (tuple(found.shape), found.dtype) != (spec.shape, spec.dtype):
+                raise LayoutError(
+                    f"pipeline: stage {self.index} computed {found.dtype} {tuple(found.shape)} "
+                    f"where the next stage expects {spec.dtype} {spec.shape}. The model's shapes "
+                    "depend on the values it computes, or on how its modules are split."
+                )
+
+    def _loss(self, term: Term, items: int) -> Tensor:
+        total = term.total if items else term.total * 0
+        scale = self._traffic.scale
+        scaled = total if scale is None else total * scale.to(total.dtype)
+        self._traffic.terms.append(
+            Term(
+                total.detach(),
+                (term.count if items else 0),
+                term.output if self._traffic.keep_output else None,
+            )
+        )
+        return scaled.reshape(1)
+
+    def _build(self, taken: set[int]) -> None:
+        """Fill the module; parameters in ``taken`` are held by another stage of this rank."""
+        copies: dict[int, nn.Parameter] = {}
+        plan, skeleton = self._plan, self._skeleton
+        held = {name for name, stages in plan.holders.items() if self.index in stages}
+        name_of = {(id(m), key): n for n, slots in skeleton.slots.items() for m, key in slots}
+        called = set(plan.units_of(self.index))
+        for path in plan.modules_of(self.index):
+            original = skeleton.units[path]
+            names = {name_of[id(m), k] for m in original.modules() for k in m._parameters
+                     if m._parameters[k] is not None}
+            if path not in called and not names <= held:
+                continue  # never called, and its parameters live elsewhere
+            unit = original
+            if id(original) in taken:
+                unit = copy.deepcopy(original)
+                self._replacements[path] = unit
+            taken.add(id(original))
+            for (_, old), (_, new) in zip(
+                original.named_modules(), unit.named_modules(), strict=True
+            ):
+                for key, parameter in new._parameters.items():
+                    if parameter is None:
+                        continue
+                    name = name_of[id(old), key]
+                    new._parameters[key] = self._own(parameter, taken, copies, name)
+                    self.homes.setdefault(name, []).append((new, key))
+            self._place(path, unit)
+        for name in sorted(held - set(self.homes)):
+            self._hold_directly(name, taken, copies)
+        taken.update(id(parameter) for parameter in self.module.parameters())
+
+    def _own(
+        self,
+        parameter: nn.Parameter,
+        taken: set[int],
+        copies: dict[int, nn.Parameter],
+        name: str,
+    ) -> nn.Parameter:
+        """``parameter``, or this stage's copy of it where another stage of the rank has it."""
+        before = self.homes.get(name)
+        if before:  # tied within the stage
+            return self.parameter(name)
+        if id(parameter) not in taken:
+            return parameter
+        if id(parameter) not in copies:
+            copies[id(parameter)] = nn.Parameter(
+                parameter.detach().clone(), requires_grad=parameter.requires_grad
+            )
+        return copies[id(parameter)]
+
+    def _hold_directly(
+        self, name: str, taken: set[int], copies: dict[int, nn.Parameter]
+    ) -> None:
+        """Hold a parameter that code between units uses."""
+        owner, key = self._skeleton.slots[name][0]
+        parameter = owner._parameters[key]
+        assert parameter is not None
+        path, _, last = name.rpartition(".")
+        branch = self._branch(path)
+        branch.register_parameter(last, self._own(parameter, taken, copies, name))
+        self.homes[name] = [(branch, last)]
+
+    def _branch(self, path: str) -> nn.Module:
+        at: nn.Module = self.module
+        so_far: list[str] = []
+        for part in path.split(".") if path else ():
+            so_far.append(part)
+            if part not in at._modules:
+                original = self._skeleton.model.get_submodule(".".join(so_far))
+                kinds = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+                at._modules[part] = _ListBranch() if isinstance(original, kinds) else _Branch()
+            child = at._modules[part]
+            assert child is not None
+            at = child
+        return at
+
+    def _place(self, path: str, unit: nn.Module) -> None:
+        parent, _, last = path.rpartition(".")
+        self._branch(parent)._modules[last] = unit
