@@ -302,6 +302,18 @@ def test_under_data_parallelism(ranks: Any, how: str) -> None:
     assert all(ranks(job))
 
 
+def test_a_kept_result_that_is_changed_in_place_is_refused_with_advice() -> None:
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)) for _ in range(2))
+    )
+    recompute(model, "selective")
+    with pytest.raises(RuntimeError, match="mutated") as caught:
+        train(model)
+    assert "inplace=False" in caught.value.__notes__[0]
+    recompute(model, "full")
+    train(model)
+
+
 def test_children_of_a_sequential_where_nothing_repeats() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     assert recompute(model, "full") == ["0", "2"]

@@ -42,6 +42,7 @@ from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.compose import check_layout, needs_sample, spread
+from paceline.parallel.meta import materialise
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.spread import Spread
 from paceline.parallel.term import Term
@@ -151,12 +152,9 @@ class Engine:
             self._ways,
             context=self._precision.forward,
             sample=sample,
+            materialise=self._materialise if self._on_meta else None,
         )
-        if self._on_meta:
-            seed = collectives.broadcast_object(torch.initial_seed())
-            from paceline.parallel.meta import materialise
-
-            materialise(self.model, seed=seed, device=self.device, init=self.options["init"])
+        self._on_meta = False
         if not self.spread.is_plain:
             self._groups.repoint(self.optimizer, self.spread.held)
             self._parameters = [p for own in self.spread.held.values() for p in own]
@@ -165,6 +163,11 @@ class Engine:
             peers.share_random_stream(self.layout, self.world)
         group = self.spread.data_group
         self._has_sync_norm = group.size > 1 and sync_batchnorm.join(self.model, group)
+
+    def _materialise(self) -> None:
+        """Give a model from the meta device its values: those of one process on every layout."""
+        seed = collectives.broadcast_object(torch.initial_seed())
+        materialise(self.model, seed=seed, device=self.device, init=self.options["init"])
 
     @property
     def spread(self) -> Spread:

@@ -21,12 +21,12 @@ from torch import nn
 from paceline.layout import Layout
 from paceline.layout.rules import ZERO_BUBBLE, Request, check_rules
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.pipeline.options import Pipelining
+from paceline.parallel.pipeline import Pipeline, Pipelining, cut
 from paceline.parallel.recompute import Recompute, recompute
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded, Sharding, shard
 from paceline.parallel.spread import Context, LossFirst, Spread, stage_group
-from paceline.parallel.tensor.options import TensorParallel
+from paceline.parallel.tensor import TensorParallel, TensorPlan, apply_plan, make_plan, mixing
 from paceline.world import World, collectives
 
 
@@ -60,21 +60,20 @@ def spread(
     *,
     context: Context = contextlib.nullcontext,
     sample: Callable[[], Any] | None = None,
+    materialise: Callable[[], None] | None = None,
 ) -> Spread:
     """``module``, which computes the loss of ``model``, spread over the world as ``layout`` says.
 
     In place: parameters and modules keep their names. ``context`` is entered around each forward;
-    ``sample`` runs ``module`` once on a batch like those to come. A collective.
+    ``sample`` runs ``module`` once on a batch like those to come; ``materialise`` gives values to
+    a model without any. A collective.
     """
     check_layout(layout, ways)
-    if layout.tp > 1:
-        from paceline.parallel.tensor import apply_plan, make_plan, mixing
     pipeline = None
     entered = context
     if layout.tp > 1:
         entered = _both(context, lambda: mixing(world.mesh(layout)["tp"]))
-        plan = make_plan(model, layout.tp, sample=sample, user=ways.tensor)
-        plan = collectives.broadcast_object(plan)
+        plan = collectives.broadcast_object(_tensor_plan(model, layout, ways, sample))
     if layout.pp > 1:
         pipeline = _cut(module, layout, world, ways, entered, sample)
     if layout.tp > 1:
@@ -88,9 +87,25 @@ def spread(
         called = module if pipeline is not None else LossFirst(module)
         roots = [called] if pipeline is None else list(pipeline.stages)
         sharded = [shard_root(root, model, layout, world, ways) for root in roots]
-    elif layout.dp > 1 and pipeline is None and layout.tp == 1:
+    if materialise is not None:
+        materialise()
+    if layout.zero == 0 and layout.dp > 1 and pipeline is None and layout.tp == 1:
         called = replicate(module, world.device)
     return Spread(called, model, layout, world, pipeline=pipeline, sharded=sharded, context=entered)
+
+
+def _tensor_plan(
+    model: nn.Module, layout: Layout, ways: Ways, sample: Callable[[], Any] | None
+) -> TensorPlan:
+    options = ways.tensor
+    return make_plan(
+        model,
+        layout.tp,
+        sample=None if sample is None else lambda _: sample(),
+        user=None if options.plan == "auto" else options.plan,
+        sequence=options.sequence,
+        vocabulary=options.vocabulary,
+    )
 
 
 def _both(first: Context, second: Context) -> Context:
@@ -109,9 +124,7 @@ def _cut(
     ways: Ways,
     context: Context,
     sample: Callable[[], Any] | None,
-) -> Any:
-    from paceline.parallel.pipeline import Pipeline, cut
-
+) -> Pipeline:
     assert sample is not None
     plan = collectives.broadcast_object(cut(module, sample, layout.pp, ways.pipeline))
     return Pipeline(

@@ -117,19 +117,22 @@ class _Materialiser:
         self.model, self.seed, self.device, self.init = model, seed, device, init
         self.names = {id(module): name for name, module in model.named_modules()}
         self.places: dict[int, list[_Slot]] = {}
-        self.owned: dict[int, list[int]] = {}
+        # Tensors are known by what stood in their places at first, whatever is put there later.
+        self.owned: dict[int, list[tuple[int, _Slot]]] = {}
         self.meta: dict[int, Tensor] = {}
+        self.alive: list[Tensor] = []
         for module in model.modules():
             for slot in _own_slots(module):
                 self.places.setdefault(id(slot.tensor), []).append(slot)
-                self.owned.setdefault(id(module), []).append(id(slot.tensor))
+                self.owned.setdefault(id(module), []).append((id(slot.tensor), slot))
+                self.alive.append(slot.tensor)
                 if slot.tensor.is_meta:
                     self.meta[id(slot.tensor)] = slot.tensor
 
     def make(self, name: str, block: nn.Module, *, whole: bool) -> None:
         """Make the values of ``block``; of it alone where not its ``whole`` is to be made."""
         modules = list(_children_first(block)) if whole else [block]
-        held = {id(slot.tensor): slot.tensor for m in modules for slot in _own_slots(m)}
+        held = {key: slot.tensor for m in modules for key, slot in self.owned.get(id(m), ())}
         new = {key: tensor for key, tensor in held.items() if key in self.meta}
         if not new:
             self._move_buffers(modules)
@@ -168,7 +171,7 @@ class _Materialiser:
 
     def _initialise(self, module: nn.Module, new: set[int], versions: dict[int, int]) -> None:
         name = self.names[id(module)]
-        owns = any(key in new for key in self.owned.get(id(module), ()))
+        owns = any(key in new for key, _ in self.owned.get(id(module), ()))
         ways: list[tuple[str, Callable[[], Any]]] = []
         if self.init is not None:
             init = self.init
@@ -194,10 +197,8 @@ class _Materialiser:
     def _missing(self, module: nn.Module, new: set[int], versions: dict[int, int]) -> list[str]:
         return [
             slot.name
-            for key in self.owned.get(id(module), ())
-            if key in new
-            for slot in self.places[key]
-            if slot.owner is module and _is_unset(slot.tensor, versions[key])
+            for key, slot in self.owned.get(id(module), ())
+            if key in new and _is_unset(slot.tensor, versions[key])
         ]
 
     def _init_weights_of(self, name: str) -> Callable[[nn.Module], Any] | None:

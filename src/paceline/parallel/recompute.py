@@ -182,8 +182,15 @@ class _Recomputation(contextlib.AbstractContextManager[None]):
             stack.enter_context(self._cached)
             self._open.append(stack.pop_all())
 
-    def __exit__(self, *error: Any) -> None:
-        self._open.pop().__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, RuntimeError):
+            error.add_note(
+                f"This happened while {type(self._block).__name__} was recomputed for the backward "
+                "pass. Its forward must compute the same again, and with mode='selective' nothing "
+                "may change a kept result in place (set inplace=False) and there may be one "
+                "backward only. Leave such blocks out by blocks=, or use mode='full'."
+            )
+        self._open.pop().__exit__(kind, error, traceback)
 
 
 class _ChangingBuffers:
@@ -214,9 +221,13 @@ class _ChangingBuffers:
         """Compare with what the forward left, the first time; forget the copies of the rest."""
         if self._names is None:
             now = dict(block.named_buffers())
-            self._names = {name for name, old in before.items() if not torch.equal(old, now[name])}
+            self._names = {name for name, old in before.items() if not _same(old, now.get(name))}
             for name in before.keys() - self._names:
                 del before[name]
+
+
+def _same(old: Tensor, new: Tensor | None) -> bool:
+    return new is not None and old.dtype == new.dtype and torch.equal(old, new)
 
 
 @contextlib.contextmanager
