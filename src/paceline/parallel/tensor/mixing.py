@@ -50,6 +50,14 @@ def mixing(mesh: DeviceMesh) -> TorchFunctionMode:
 _NO_SPLIT_FORM = (RuntimeError, AssertionError, IndexError, TypeError, ValueError)
 
 
+# Asked of the tensor itself, not of its values; FSDP2's hooks, which run in here too, do so.
+_ABOUT_THE_OBJECT = (
+    *("__get__", "__set__", "size", "dim", "stride", "numel", "is_contiguous", "element_size"),
+    *("detach", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+    *("is_floating_point", "to_local", "untyped_storage", "data_ptr", "record_stream"),
+)
+
+
 class _Mixing(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -60,7 +68,7 @@ class _Mixing(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         split = [t for t in _tensors((args, kwargs)) if self._is_ours(t)]
-        if not split or getattr(func, "__name__", "") in ("__get__", "__set__", "size", "dim"):
+        if not split or getattr(func, "__name__", "") in _ABOUT_THE_OBJECT:
             return func(*args, **kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
