@@ -260,8 +260,8 @@ class Sharded:
         self._scalars = scalars
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._usage = usage
-        backend = backend_by_device(self.mesh.get_group(0)).get(self.mesh.device_type)
-        if backend == "gloo" and self.mesh.size() > 1:
+        on_cpu = self.mesh.device_type == "cpu" and self.mesh.size() > 1
+        if on_cpu and backend_by_device(self.mesh.get_group(0)).get("cpu") == "gloo":
             for unit in self._units:
                 unit.set_custom_reduce_scatter(ExchangeAndSum())  # type: ignore[arg-type]
         _sharded[root] = self

@@ -62,7 +62,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return gradients  # torch hands in zeros where an output was not used
+        # torch hands in zeros where an output was not used; only dense memory can be sent.
+        return tuple(gradient.contiguous() for gradient in gradients)
 
 
 class _Leave(torch.autograd.Function):

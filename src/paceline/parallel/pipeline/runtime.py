@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from paceline.layout.schedules import check_schedule
 from paceline.parallel.pipeline import tied
@@ -172,6 +173,9 @@ class Pipeline:
                     sends += [dist.isend(v, group=self._group, group_dst=peer) for v in passed]
         for send in sends:
             send.wait()
+        for module in (m for work in self._work for m in work.module.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a backward would have done so
         return self._finish(len(parts))
 
     def sync_tied(self) -> None:

@@ -175,7 +175,7 @@ class StageWork:
                 term.output if self._traffic.keep_output else None,
             )
         )
-        return scaled.reshape(1)
+        return scaled.reshape(1).clone()  # torch detaches it in place, which a view forbids
 
     def _build(self, taken: set[int]) -> None:
         """Fill the module; parameters in ``taken`` are held by another stage of this rank."""

@@ -14,7 +14,7 @@ from paceline.errors import LayoutError
 from paceline.parallel.tensor.kinds import Kind, features, kind_of
 from paceline.parallel.tensor.linear import scattered_linear, split_linear, split_parameter
 from paceline.parallel.tensor.plan import TensorPlan
-from paceline.parallel.tensor.shards import gathered
+from paceline.parallel.tensor.shards import gathered, mark_logits
 from paceline.parallel.tensor.vocabulary import split_embedding
 
 
@@ -110,15 +110,15 @@ def _set_forward(module: nn.Module, kind: Kind, role: str, sequence: bool) -> No
     module.forward = forward
 
 
-def _linear_forward(
-    module: Any, in_first: bool, role: str, sequence: bool, x: Tensor
-) -> Tensor:
+def _linear_forward(module: Any, in_first: bool, role: str, sequence: bool, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias if "bias" in module._parameters else None
     if not isinstance(weight, DTensor):  # swapped for a plain one, as when exporting
         return F.linear(x, weight.t() if in_first else weight, bias)
     if role == "row" and sequence and x.ndim >= 3:
         return scattered_linear(x, weight, bias, in_first=in_first, along=1)
     y = split_linear(x, weight, bias, in_first=in_first)
+    if role == "vocabulary":
+        return mark_logits(y)
     return gathered(y) if role == "gather" else y
 
 

@@ -38,11 +38,12 @@ def split_attention(
     Split along their heads (or samples), each rank attends with its own; DTensor itself has no
     rule for the CPU's fused kernel. Otherwise the inputs are put together first.
     """
+    attend: Any = F.scaled_dot_product_attention
     dim = _common_dim(mesh, query, key, value)
     if dim is None:
         tensors = [gathered(query), gathered(key), gathered(value)]
         mask = None if attn_mask is None else gathered(attn_mask)
-        return F.scaled_dot_product_attention(*tensors, mask, dropout_p, is_causal, **others)
+        return attend(*tensors, mask, dropout_p, is_causal, **others)
     if key.shape[dim] % mesh.size():  # fewer heads of keys than ranks: give each query its own
         repeats = query.shape[dim] // key.shape[dim]
         key = gathered(key).repeat_interleave(repeats, dim)
@@ -50,7 +51,7 @@ def split_attention(
     local = [as_split(t, mesh, dim).to_local() for t in (query, key, value)]
     mask = None if attn_mask is None else _local_mask(attn_mask, mesh, dim)
     with own_randomness(mesh) if dropout_p else contextlib.nullcontext():
-        y = F.scaled_dot_product_attention(*local, mask, dropout_p, is_causal, **others)
+        y = attend(*local, mask, dropout_p, is_causal, **others)
     shape = torch.Size((*query.shape[:-1], value.shape[-1]))
     return wrap(y, mesh, placement(y.ndim + dim), shape)
 
@@ -89,7 +90,7 @@ def split_dropout(mesh: DeviceMesh, function: Any, x: DTensor, *args: Any, **oth
 
 @contextlib.contextmanager
 def own_randomness(mesh: DeviceMesh) -> Iterator[None]:
-    """Random numbers of this rank's own, a function of the common state, which moves on by one draw.
+    """Random numbers of this rank's own, drawn from a seed that all ranks draw alike.
 
     The ``tp`` ranks draw alike everywhere else; on their own heads or features they must not.
     """

@@ -308,7 +308,8 @@ def without_data(model: nn.Module) -> Iterator[None]:
     exchanged: list[tuple[dict[str, Any], str, Any]] = []
     with mode:
         for module in model.modules():
-            for held in (module._parameters, module._buffers):
+            both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for held in both:
                 for key, value in held.items():
                     if value is not None and value.is_meta:
                         exchanged.append((held, key, value))

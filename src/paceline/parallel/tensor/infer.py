@@ -31,9 +31,7 @@ def infer(
             continue
         reached = found.consumed | (found.losses if vocabulary else set())
         bad = dict(found.whole) or {
-            name: _not_taken(name in found.losses)
-            for name in found.columns
-            if name not in reached
+            name: _not_taken(name in found.losses) for name in found.columns if name not in reached
         }
         if not bad:
             break
@@ -167,7 +165,9 @@ def _settle_ties(model: nn.Module, roles: dict[str, str], reasons: dict[str, str
         if len({(roles[n], kinds[n]) for n in names}) > 1:
             for name in split:
                 roles[name] = "replicate"
-                reasons[name] = f"it shares its weight with {', '.join(n for n in names if n != name)}"
+                reasons[name] = (
+                    f"it shares its weight with {', '.join(n for n in names if n != name)}"
+                )
 
 
 _BY_ROWS = ("vocabulary", "gather", "replicate")

@@ -76,7 +76,9 @@ def _try_out(module: nn.Module) -> Kind | None:
             y = trial.forward(x)
         except Exception:  # someone else's forward, tried on a guess: any failure says "not this"
             continue
-        expected = x @ matrix if bias is None or bias.shape[0] != matrix.shape[1] else x @ matrix + bias
+        expected = (
+            x @ matrix if bias is None or bias.shape[0] != matrix.shape[1] else x @ matrix + bias
+        )
         if isinstance(y, Tensor) and y.shape == expected.shape and torch.allclose(y, expected):
             return kind  # type: ignore[return-value]
     return None

@@ -204,9 +204,7 @@ class RowParallelLinear(nn.Module):
         return split_linear(x, weight, self.bias)
 
 
-def split_parameter(
-    parameter: nn.Parameter, mesh: DeviceMesh, dim: int, chunks: int = 1
-) -> nn.Parameter:
+def split_parameter(parameter: Tensor, mesh: DeviceMesh, dim: int, chunks: int = 1) -> nn.Parameter:
     """``parameter``, which all ranks hold alike, as one of which each rank holds a part."""
     local = cut(parameter.detach(), mesh, dim, chunks)
     split = wrap(local, mesh, placement(dim, chunks), parameter.shape)

@@ -17,17 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from paceline.errors import LayoutError
 from paceline.parallel.tensor import packed
 from paceline.parallel.tensor.attention import split_attention, split_dropout
 from paceline.parallel.tensor.linear import split_linear
 from paceline.parallel.tensor.plain import plain
 from paceline.parallel.tensor.shards import (
+    are_logits,
     as_split,
+    gathered,
     is_packed,
+    mark_logits,
     placement,
     replicated,
     split_of,
@@ -67,7 +71,11 @@ class _Mixing(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        split = [t for t in _tensors((args, kwargs)) if self._is_ours(t)]
+        split = [
+            t
+            for t in _tensors((args, kwargs))
+            if isinstance(t, DTensor) and t.device_mesh == self.mesh
+        ]
         if not split or getattr(func, "__name__", "") in _ABOUT_THE_OBJECT:
             return func(*args, **kwargs)
         special = _SPECIAL.get(func)
@@ -77,21 +85,21 @@ class _Mixing(TorchFunctionMode):
                 return result
         if any(is_packed(t) for t in split):
             return _packed(func, args, kwargs)
-        if any(_is_uneven(t) for t in split) and func not in _KEEPS_CLASSES:
-            return func(*plain(args), **plain(kwargs))
-        if _changes_a_plain_tensor(func, args):
-            return func(*plain(args), **plain(kwargs))
-        return self._split_or_whole(func, args, kwargs)
-
-    def _is_ours(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
+        logits = any(_is_uneven(t) or are_logits(t) for t in split)
+        if func in _LOOKS_AT_VALUES or (logits and func not in _KEEPS_CLASSES):
+            return _whole(func, args, kwargs)
+        if _works_in_place(func) and not isinstance(args[0], DTensor):
+            # The caller goes on using the plain tensor that is changed.
+            return _whole(func, args, kwargs)
+        result = self._split_or_whole(func, args, kwargs)
+        return mark_logits(result) if logits else result
 
     def _split_or_whole(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         def wrapped(value: Any) -> Any:
             return _mapped(value, lambda t: replicated(t, self.mesh))
 
         try:
-            return func(*wrapped(args), **wrapped(kwargs))
+            result = func(*wrapped(args), **wrapped(kwargs))
         except _NO_SPLIT_FORM as error:
             # DTensor's rules depend on shapes and placements, so all ranks come here alike. A
             # mistake in the call itself fails again below, with torch's own words.
@@ -99,7 +107,34 @@ class _Mixing(TorchFunctionMode):
                 raise
             name = getattr(func, "__name__", str(func))
             _log.info("tensor parallel: %s is computed whole on every rank (%s)", name, error)
-            return func(*plain(args), **plain(kwargs))
+            return _whole(func, args, kwargs)
+        if any(_is_odd_sum(t) for t in _tensors(result)):
+            return _whole(func, args, kwargs)
+        return result
+
+
+def _whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``func`` on whole, plain tensors; what it changes in place is split again."""
+    if not _works_in_place(func) or not isinstance(args[0], DTensor):
+        return func(*plain(args), **plain(kwargs))
+    target, *others = args
+    if is_packed(target):
+        raise LayoutError(
+            f"tensor parallel: {func.__name__} changes a packed output in place before it is taken "
+            "apart. Change a copy, or leave the layer whole with a plan that says 'replicate'."
+        )
+    mesh = target.device_mesh
+    whole = gathered(target).clone()
+    result = func(whole, *plain(others), **plain(kwargs))
+    target.copy_(replicated(whole, mesh).redistribute(mesh, target.placements))
+    return target if result is whole else result
+
+
+def _is_odd_sum(tensor: Tensor) -> bool:
+    """A sum still to be made that DTensor can make only in the case it was invented for."""
+    if not isinstance(tensor, DTensor):
+        return False
+    return any(p.is_partial() and type(p) is not Partial for p in tensor.placements)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -130,14 +165,15 @@ def _is_uneven(tensor: DTensor) -> bool:
     return found is not None and tensor.shape[found[0]] % tensor.device_mesh.size() != 0
 
 
-def _changes_a_plain_tensor(func: Any, args: Any) -> bool:
-    """An in-place operation on a tensor that the caller goes on using: it must stay plain."""
+def _works_in_place(func: Any) -> bool:
+    """Whether ``func`` changes its first argument, going by torch's way of naming."""
     name = getattr(func, "__name__", "")
-    in_place = name == "__setitem__" or (
-        name.startswith("__i") and name.endswith("__") and name != "__invert__"
-    )
-    in_place = in_place or (name.endswith("_") and not name.endswith("__"))
-    return in_place and bool(args) and not isinstance(args[0], DTensor)
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return bool(name.endswith("_"))
+
+
+_NOT_IN_PLACE = ("__invert__", "__index__", "__int__")
 
 
 def _packed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -145,7 +181,7 @@ def _packed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(x, DTensor) and is_packed(x) and func in _PER_ELEMENT:
         y = func(x.to_local(), *others, **kwargs)
         return wrap(y, x.device_mesh, x.placements[-1], x.shape)
-    return func(*plain(args), **plain(kwargs))
+    return _whole(func, args, kwargs)
 
 
 # ---- functions with a split form of their own: (mesh, func, args, kwargs) -> result, or
@@ -156,7 +192,8 @@ def _linear(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> A
     def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if not isinstance(weight, DTensor) or split_of(weight) is None or weight.ndim != 2:
             return NotImplemented
-        return split_linear(input, weight, bias)
+        # Outside a module of the plan: an output layer that borrows an embedding's weight.
+        return mark_logits(split_linear(input, weight, bias))
 
     return call(*args, **kwargs)
 
@@ -182,7 +219,7 @@ def _attention(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _dropout(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    def call(input: Tensor, *rest: Any, **more: Any) -> Any:
+    def call(input: DTensor, *rest: Any, **more: Any) -> Any:
         rest = rest[:2]  # the third is inplace
         return split_dropout(mesh, func, input, *rest, **more)
 
@@ -234,7 +271,7 @@ def _matmul(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> A
 
 
 def _einsum(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``einsum("bhqd,bhkd->bhqk", ...)`` split along a letter that all operands and the result have."""
+    """``einsum("bhqd,bhkd->bhqk", ...)`` along a letter of all operands and the result."""
     if not args or not isinstance(args[0], str) or "->" not in args[0] or "." in args[0]:
         return NotImplemented
     left, result = args[0].replace(" ", "").split("->")
@@ -309,7 +346,9 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys((F.dropout, F.alpha_dropout, F.feature_alpha_dropout), _dropout),
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _matmul),
+    **dict.fromkeys(
+        (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _matmul
+    ),
     torch.einsum: _einsum,
     F.glu: _glu,
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _cat),
@@ -320,10 +359,16 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _apart(packed.item),
 }
 _CASTS = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type)
+_LOOKS_AT_VALUES = {
+    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__),
+    *(Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__complex__, Tensor.__index__),
+    *(Tensor.__format__, Tensor.__contains__, Tensor.is_nonzero),
+    *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
+}
 _COPIES = (Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach)
 _PER_ELEMENT = {*_CASTS, *_COPIES, Tensor.clamp, torch.clamp}
-# What may be done to logits over an uneven vocabulary before their loss is taken: shifting,
-# flattening, casting, scaling. DTensor's rules for uneven parts are not to be trusted further.
+# What may be done to split logits before their loss is taken: shifting, flattening, casting,
+# scaling. All else, which may be anything a user's loss or metric does, sees them whole.
 _KEEPS_CLASSES = {
     *_CASTS,
     *_COPIES,
@@ -331,5 +376,5 @@ _KEEPS_CLASSES = {
     *(Tensor.__getitem__, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute),
     *(Tensor.squeeze, Tensor.unsqueeze, Tensor.narrow, torch.narrow),
     *(Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__truediv__, Tensor.div, torch.div),
-    *(torch.tanh, Tensor.tanh, Tensor.mT.__get__, Tensor.requires_grad_),
+    *(torch.tanh, Tensor.tanh, Tensor.requires_grad_),
 }

@@ -1,4 +1,4 @@
-"""A tensor-parallel plan: which module plays which part, and why the rest stays whole. Pure data."""
+"""A tensor-parallel plan: which module plays which part, and what stays whole. Pure data."""
 
 from __future__ import annotations
 

@@ -244,9 +244,28 @@ def first_tensor(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else next(t for t in out if isinstance(t, Tensor))
 
 
-_REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "std", "var_mean", "max", "min", "argmax")
+_REDUCTIONS: tuple[str, ...] = (
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "var",
+    "std",
+    "var_mean",
+    "max",
+    "min",
+    "argmax",
+)
 _REDUCTIONS += ("argmin", "any", "all", "norm", "linalg_vector_norm", "logsumexp", "prod")
-_COPIES = ("clone", "_to_copy", "detach", "alias", "lift_fresh", "contiguous", "native_dropout")
+_COPIES: tuple[str, ...] = (
+    "clone",
+    "_to_copy",
+    "detach",
+    "alias",
+    "lift_fresh",
+    "contiguous",
+    "native_dropout",
+)
 _COPIES += ("bernoulli", "bernoulli_", "rand_like", "zeros_like", "ones_like", "empty_like")
 _COPIES += ("full_like", "fill_", "copy_", "copy", "detach_", "where", "masked_fill")
 _RULES: dict[str, Rule] = {

@@ -37,6 +37,18 @@ def is_packed(tensor: DTensor) -> bool:
     return isinstance(tensor.placements[-1], _StridedShard)
 
 
+def mark_logits(tensor: Any) -> Any:
+    """Note that a split tensor is made of logits, which user code may do anything with."""
+    if isinstance(tensor, DTensor):
+        tensor._paceline_logits = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def are_logits(tensor: DTensor) -> bool:
+    """Whether :func:`mark_logits` noted it."""
+    return getattr(tensor, "_paceline_logits", False)
+
+
 def rows_of(size: int, parts: int, index: int) -> tuple[int, int]:
     """Where part ``index`` of ``parts`` of a dimension begins and how long it is, as torch cuts."""
     step = -(-size // parts)
@@ -161,7 +173,7 @@ class _Line:
 
 def _dim_and_chunks(where: Any) -> tuple[int, int] | None:
     if isinstance(where, _StridedShard):
-        return where.dim, where.split_factor
+        return where.dim, int(where.split_factor)
     return (where.dim, 1) if isinstance(where, Shard) else None
 
 

@@ -93,11 +93,10 @@ def _split_vocabulary(model: Any, roles: dict[str, str], reasons: dict[str, str]
     """Split the embedding and the output layer too, which the model itself points out."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     for name, module in model.named_modules():
-        kind = kind_of(module)
-        if any(module is end for end in ends) and kind in ("embedding", "out_first"):
-            if why_not_split(module) is None:
-                roles[name] = "vocabulary"
-                reasons.pop(name, None)
+        at_an_end = any(module is end for end in ends) and why_not_split(module) is None
+        if at_an_end and kind_of(module) in ("embedding", "out_first"):
+            roles[name] = "vocabulary"
+            reasons.pop(name, None)
 
 
 def _check_heads(
