@@ -17,8 +17,7 @@ VOCABULARY = 29  # prime: split unevenly over any number of ranks
 LENGTH = 8
 SAMPLES = 40
 
-COLUMNS = ("GPT", "MLP", "convnet", "GPT-2", "Llama", "Qwen2", "Qwen3", "BERT")
-HUGGING_FACE = COLUMNS[3:]
+COLUMNS = ("GPT", "MLP", "convnet", "GPT-2", "Llama", "Qwen3", "BERT")
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

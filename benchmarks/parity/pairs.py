@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from parity.columns import LENGTH, VOCABULARY, Encodings, adamw, convnet, hugging_face, text
 from torch import nn
 
 from paceline.layout.schedules import SCHEDULES, default_stages_per_rank
 from paceline.models import GPT
 from paceline.models.gpt import token_cross_entropy
 from paceline.testing.models import make_images, make_vectors
+from parity.columns import LENGTH, VOCABULARY, Encodings, adamw, convnet, hugging_face, text
 
 
 @dataclass(frozen=True)

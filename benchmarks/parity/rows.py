@@ -34,6 +34,11 @@ class Row(NamedTuple):
         return self.pp * default_stages_per_rank(self.schedule) if self.pp > 1 else 1
 
     @property
+    def blocks(self) -> int:
+        """How many blocks a model needs to be cut into the stages."""
+        return max(2, self.stages)
+
+    @property
     def axes(self) -> int:
         """How many of dp, tp and pp are used."""
         return (self.dp > 1) + (self.tp > 1) + (self.pp > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from paceline.cli import main
 from paceline.errors import LayoutError
 from paceline.layout.drawing import write_png
 from paceline.layout.schedules import (
@@ -228,3 +230,25 @@ def test_pictures(name: str, tmp_path: Path) -> None:
     assert schedule.stages_per_rank == default_stages_per_rank(name)
     write_png(schedule, tmp_path / "schedule.png")
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_prints_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*arguments: str) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["paceline", "schedule", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    picture = tmp_path / "zbv.svg"
+    status, printed, _ = run("zbv", "--stages", "4", "--microbatches", "4", "--svg", str(picture))
+    assert status == 0
+    assert printed.startswith(build_schedule("zbv", 2, 4).table())
+    assert picture.read_text(encoding="utf-8") == build_schedule("zbv", 2, 4).svg()
+    status, _, problem = run("1f1b", "--ranks", "4", "--microbatches", "2")
+    assert status == 2
+    assert "at least one for each of its 4 stages" in problem
+    status, _, problem = run("interleaved-1f1b", "--ranks", "4", "--stages", "6")
+    assert status == 2
+    assert "--stages 6 must be a multiple of --ranks 4" in problem

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._lazy
 from torch import Tensor, nn
 
 from paceline.parallel.device_map import place
@@ -75,7 +76,6 @@ CASES: list[tuple[Callable[[], nn.Module], dict[str, str]]] = [
     (Chain, {"": "cpu", "blocks.1": "lazy", "blocks.2": "lazy"}),
     (Chain, {"": "lazy", "blocks.0": "cpu", "head": "cpu"}),
     (Chain, {"": "cpu", "blocks.1.narrow": "lazy", "shift": "lazy"}),
-    (Chain, {"": "lazy"}),
     (Skips, {"": "cpu", "middle": "lazy"}),
     (Skips, {"down": "lazy", "middle": "cpu", "up": "lazy", "gain": "lazy"}),
     (Tied, {"": "cpu", "inner": "lazy"}),
@@ -92,17 +92,21 @@ def train(kind: Callable[[], nn.Module], device_map: dict[str, str] | None) -> d
         assert [name for name, _ in model.named_parameters()] == names
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     result: dict[str, Tensor] = {}
-    for step in range(3):
+    for step in range(2):
         generator = torch.Generator().manual_seed(step)
         output = model(torch.randn(4, 8, generator=generator))
         loss = output.pow(2).mean()
         loss.backward()
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+        if device_map is not None:
+            torch._lazy.mark_step()  # compute what is pending at once, not tensor by tensor
         result |= {f"loss {step}": loss.detach().cpu(), f"norm {step}": norm.cpu()}
         result |= {f"grad {n}": p.grad.cpu() for n, p in model.named_parameters()}  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
+    if device_map is not None:
+        torch._lazy.mark_step()
     return result | {name: tensor.detach().cpu() for name, tensor in model.named_parameters()}
 
 

@@ -33,7 +33,7 @@ def test_the_same_numbers_over_two_devices() -> None:
         cwd=TESTS,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=170,
     )
     assert done.stdout.endswith("all the same\n"), done.stdout + done.stderr
 

@@ -215,4 +215,4 @@ def test_a_process_never_holds_more_than_its_pieces_and_a_block(ranks: Any) -> N
     size = BLOCKS * WIDTH * (WIDTH + 1) * 4 / 2**20
     for cut, whole in ranks(start_a_large_model):
         assert whole >= 0.95 * size  # the measure sees what is there
-        assert cut <= size / 2 + 8 * size / BLOCKS
+        assert cut <= 0.75 * size  # half of it, a few blocks, and what the allocator keeps

@@ -155,7 +155,9 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 f"layout {config.layout!r} needs {layout.world_size} ranks, but launch.nproc="
                 f"{nproc}; make them agree, or leave one of them at auto",
             )
-        broken = problem_with(Request(layout, schedule=config.pipeline.schedule))
+        broken = problem_with(
+            Request(layout, schedule=config.pipeline.schedule, offload=config.sharding.offload)
+        )
         if broken is not None:
             name, reason = broken
             yield ("layout",), f"layout {config.layout!r}: {reason} [rule: {name}]"

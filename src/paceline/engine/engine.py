@@ -26,6 +26,7 @@ from paceline.engine.checks import (
 )
 from paceline.engine.gradients import Gradients
 from paceline.engine.loss import LossFunction, LossModule
+from paceline.engine.memory import Memory, MemoryMeter
 from paceline.engine.nonfinite import Problem
 from paceline.engine.options import (
     DEFAULTS,
@@ -43,6 +44,7 @@ from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.compose import check_layout, needs_sample, spread
 from paceline.parallel.meta import materialise
+from paceline.parallel.offload import offload_state
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.spread import Spread
 from paceline.parallel.term import Term
@@ -131,6 +133,7 @@ class Engine:
         check_schedule(self.options["schedule"], self.optimizer)
         self._groups = Groups(optimizer, model)
         self._state = State(self)
+        self._meter = MemoryMeter(model, optimizer, self.device)
         self._spread: Spread | None = None
         if not needs_sample(self.layout):
             self._spread_out()
@@ -159,6 +162,8 @@ class Engine:
             self._groups.repoint(self.optimizer, self.spread.held)
             self._parameters = [p for own in self.spread.held.values() for p in own]
             self._trainable = [p.requires_grad for p in self._parameters]
+        if self._ways.sharding.offload == "optimizer":
+            offload_state(self.optimizer)
         if self.layout.tp > 1:
             peers.share_random_stream(self.layout, self.world)
         group = self.spread.data_group
@@ -526,6 +531,18 @@ class Engine:
         with self.spread.context():
             term: Term = self._local(part, items or 1)
         return self.spread.plain(term)
+
+    def measuring_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Measure the steps inside it for :meth:`memory`; on a CPU such a step is a slow one."""
+        return self._meter.step()
+
+    def memory(self) -> list[Memory]:
+        """What each rank holds, in bytes, by rank: parameters, gradients, optimizer state, ….
+
+        Activations and the peak are known of a step under :meth:`measuring_memory`. Every rank
+        must call it.
+        """
+        return collectives.all_gather_object(self._meter.memory())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a later engine needs to go on: model, optimizer, scaler, schedule, step.

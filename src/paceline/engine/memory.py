@@ -203,9 +203,25 @@ class _CpuWatch(TorchDispatchMode):
             forget = functools.partial(self._free, key)
             self._live[key] = size, before[1] if before else weakref.ref(storage, forget)
             self._bytes += size - (before[0] if before else 0)
+            if self._is_record():
+                self._look_again()
             self.peak = max(self.peak, self._start + self._bytes)
             if not self._updating:
                 self.activations = max(self.activations, self._bytes - self.gradients.now)
+
+    def _is_record(self) -> bool:
+        return self._start + self._bytes > self.peak or (
+            not self._updating and self._bytes - self.gradients.now > self.activations
+        )
+
+    def _look_again(self) -> None:
+        """Storages may have been emptied in place: FSDP does so with parameters it lets go of."""
+        for key, (size, reference) in list(self._live.items()):
+            storage = reference()
+            now = 0 if storage is None else storage.nbytes()
+            if now != size:
+                self._live[key] = now, reference
+                self._bytes += now - size
 
     def _free(self, key: int, reference: Any) -> None:
         self._bytes -= self._live.pop(key)[0]

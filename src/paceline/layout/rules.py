@@ -21,6 +21,7 @@ class Request:
     own_loop: bool = False
     """Whether the user runs backward by hand (``prepare``)."""
     device_map: bool = False
+    offload: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,20 @@ def _device_map_is_one_process(request: Request) -> str | None:
     )
 
 
+def _offload_needs_zero(request: Request) -> str | None:
+    if request.offload != "parameters" or request.layout.zero:
+        return None
+    return (
+        "offload='parameters' keeps the pieces of a sharded model in the CPU's memory, but zero=0 "
+        "shards nothing. Add zero=3 (on one rank, too), or use offload='optimizer'."
+    )
+
+
 RULES = (
     Rule("axis-not-available", _axis_not_available),
     Rule("replicas-need-zero", _replicas_need_zero),
     Rule("zero-bubble-keeps-parameters", _zero_bubble_keeps_parameters),
+    Rule("offload-needs-zero", _offload_needs_zero),
     Rule("pipeline-runs-backward", _pipeline_runs_backward),
     Rule("own-loop-has-no-sample", _own_loop_has_no_sample),
     Rule("device-map-is-one-process", _device_map_is_one_process),

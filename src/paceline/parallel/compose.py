@@ -43,7 +43,9 @@ class Ways:
 
 def check_layout(layout: Layout, ways: Ways, **more: bool) -> None:
     """Refuse a layout that breaks a rule; see :mod:`paceline.layout.rules`."""
-    check_rules(Request(layout, schedule=ways.pipeline.schedule, **more))
+    check_rules(
+        Request(layout, schedule=ways.pipeline.schedule, offload=ways.sharding.offload, **more)
+    )
 
 
 def needs_sample(layout: Layout) -> bool:

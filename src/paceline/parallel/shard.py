@@ -295,6 +295,19 @@ class Sharded:
             flags = flags[len(self._usage.slots) :]
         self._scalars.finish(flags)
 
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget a step that failed half way: its gradients, and what it left gathered."""
+        gathered = [] if self._usage is None else self._usage.forget()
+        gathered += self.root.parameters()
+        if hasattr(self.root, "reset_iter_state"):  # torch 2.13
+            self.root.reset_iter_state()
+        for unit in self._units:
+            unit.reshard()
+        self._scalars.stop()
+        for parameter in (*gathered, *self.root.parameters()):
+            parameter.grad = None
+
     def _anywhere(self, flags: list[bool]) -> list[bool]:
         """Which flags are set on any rank."""
         groups = self._groups()

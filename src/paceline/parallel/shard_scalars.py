@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from paceline.parallel.whole import local
+
 
 class _Scalar:
     """One such parameter, and the places in the model that hold it: several where it is tied."""
@@ -82,15 +84,19 @@ class Scalars:
                 dist.all_reduce(flat, group=self.mesh.get_group(axis))
             flat /= self.mesh.size()
             gradients = [mean.to(g.dtype) for mean, g in zip(flat, gradients, strict=True)]
-        for scalar in self._all:
-            scalar.stop()
-            scalar.resting.grad = None
+        self.stop()
         for scalar, gradient in zip(chosen, gradients, strict=True):
             like = scalar.resting
             assert isinstance(like, DTensor)
             like.grad = DTensor.from_local(
                 gradient.clone(), like.device_mesh, like.placements, run_check=False
             )
+
+    def stop(self) -> None:
+        """Put the optimizer's parameters back, without gradients."""
+        for scalar in self._all:
+            scalar.stop()
+            scalar.resting.grad = None
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -120,8 +126,8 @@ def _on(mesh: DeviceMesh, parameter: Tensor) -> Tensor:
     device = parameter.device
     if device.type not in ("meta", mesh.device_type):
         device = torch.device(mesh.device_type)
-    local = parameter.detach().to(device)
-    spread = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    whole = parameter.detach().to(device)
+    spread = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return nn.Parameter(spread, requires_grad=parameter.requires_grad)
 
 
@@ -138,7 +144,6 @@ def _gradient(scalar: _Scalar) -> Tensor:
     """This rank's gradient as a plain tensor; zero where it has none."""
     working = scalar.working
     gradient = None if working is None else working.grad
-    if gradient is None:
-        assert isinstance(scalar.resting, DTensor)
-        return torch.zeros_like(scalar.resting.to_local())
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    if isinstance(gradient, DTensor):
+        return gradient.full_tensor()
+    return torch.zeros_like(local(scalar.resting)) if gradient is None else gradient

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.tensor import DTensor
+
+from paceline.parallel.whole import local
 
 
 class Slot(NamedTuple):
@@ -58,6 +59,12 @@ class Usage:
         self.counts = counts
         self._running.clear()
         self._queued = False
+
+    def forget(self) -> list[Tensor]:
+        """Start afresh; gives the gathered parameters that backward may have left gradients in."""
+        self.begin(True)
+        self._used = [False] * len(self.slots)
+        return list(self._watched)
 
     def take(self) -> list[bool]:
         """Which of ``slots`` got a gradient since the last call.
@@ -133,7 +140,4 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _is_not_zero(gradient: Tensor | None) -> bool:
-    if gradient is None:
-        return False
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return bool(local.any())
+    return gradient is not None and bool(local(gradient).any())

@@ -111,6 +111,23 @@ def _bias_on_every_rank(e: Evidence) -> Cause | None:
     )
 
 
+def _backward_of_split_layers(e: Evidence) -> Cause | None:
+    """The forward is right, some gradients are, and no weighting of the samples explains others."""
+    if e.case.layout.tp == 1 or e.place.kind != "gradient" or e.differs("loss"):
+        return None
+    names = {place.name for place in e.outcomes[e.rank].measures if place.kind == "gradient"}
+    if e.wrong_names("gradient") == names:
+        return None
+    return Cause(
+        "missing-tp-reduce",
+        "the loss and some gradients are right, and no weighting of the samples explains the "
+        "others: the gradient of what goes into split layers, or comes out of them, is not summed "
+        "over the tensor-parallel ranks",
+    )
+
+
 EARLY_RULES = (_stale_part, _shard_clip)
 """Where every gradient is right; before the rules for whole parameters and plain numbers."""
 AXIS_RULES = (_copies_differ, _bias_on_every_rank, _tensor_ranks_differ, _tied_stages)
+LATE_RULES = (_backward_of_split_layers,)
+"""Where nothing simpler explains a wrong gradient."""

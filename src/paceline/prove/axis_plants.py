@@ -25,9 +25,10 @@ def shard_clip() -> Patching:
     return wrapped(Gradients, "norm", make)
 
 
-def wrong_copies() -> Patching:
+@contextlib.contextmanager
+def wrong_copies() -> Iterator[None]:
     """The exchange between the copies of a sharded model is left out."""
-    between: list[dist.ProcessGroup] = []
+    between: list[Any] = []
 
     def noting(original: Any) -> Any:
         def changed(engine: Engine, batch: Any) -> Any:
@@ -38,44 +39,61 @@ def wrong_copies() -> Patching:
 
     def keeping(original: Any) -> Any:
         def changed(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-            if options.get("group") in between and tensor.is_floating_point():
-                # The division by the number of copies comes with the sum.
-                if options.get("op") != dist.ReduceOp.AVG:
-                    tensor.mul_(dist.get_world_size(between[0]))
-                return None
-            return original(tensor, *arguments, **options)
+            if options.get("group") not in between or not tensor.is_floating_point():
+                return original(tensor, *arguments, **options)
+            if options.get("op") != dist.ReduceOp.AVG:
+                # The division by the number of copies is made elsewhere: make up for it.
+                tensor.mul_(dist.get_world_size(between[0]))
+            return None
 
         return changed
 
-    stack = contextlib.ExitStack()
-    stack.enter_context(wrapped(Engine, "step", noting))
-    stack.enter_context(wrapped(dist, "all_reduce", keeping))
-    return stack  # type: ignore[return-value]
+    with wrapped(Engine, "step", noting), wrapped(dist, "all_reduce", keeping):
+        yield
 
 
-def row_parallel_bias() -> Patching:
+@contextlib.contextmanager
+def row_parallel_bias() -> Iterator[None]:
     """The bias enters the sum over the ranks on each of them."""
-    from paceline.parallel.tensor import linear
-    from paceline.parallel.tensor.shards import split_of
+    from paceline.parallel.tensor import apply
+    from paceline.parallel.tensor.shards import replicated, split_of
 
     def make(original: Any) -> Any:
         def changed(x: Tensor, weight: Any, bias: Tensor | None, **options: Any) -> Any:
             y = original(x, weight, bias, **options)
             dim, _ = split_of(weight) or (0, 1)
-            along_input = (dim == 0) == options.get("in_first", False)
+            along_input = (dim == 0) == options["in_first"]
             if bias is None or not along_input:
                 return y
-            return y + (weight.device_mesh.size() - 1) * bias
+            mesh = weight.device_mesh
+            # Detached: in a sum over ranks, each one's bias gets the gradient of the sum once.
+            more = (mesh.size() - 1) * bias.detach()
+            return y + (replicated(more, mesh) if "along" in options else more)
 
         return changed
 
-    return wrapped(linear, "split_linear", make)
+    with wrapped(apply, "split_linear", make), wrapped(apply, "scattered_linear", make):
+        yield
 
 
-@contextlib.contextmanager
-def missing_tp_reduce() -> Iterator[None]:
+def missing_tp_reduce() -> Patching:
     """The gradient of what goes whole into split layers is not summed over the ranks."""
-    yield
+    from torch.distributed.tensor import Replicate
+
+    from paceline.parallel.tensor import linear
+
+    class Unsummed:
+        def __init__(self, whole: Any) -> None:
+            self.whole = whole
+
+        def to_local(self, grad_placements: Any) -> Tensor:
+            local: Tensor = self.whole.to_local(grad_placements=[Replicate()])
+            return local
+
+    def make(original: Any) -> Any:
+        return lambda x, mesh: Unsummed(original(x, mesh))
+
+    return wrapped(linear, "_shared_input", make)
 
 
 def untied_stages() -> Patching:

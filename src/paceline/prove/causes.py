@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.prove.axis_causes import AXIS_RULES, EARLY_RULES
+from paceline.prove.axis_causes import AXIS_RULES, EARLY_RULES, LATE_RULES
 from paceline.prove.evidence import NEAR, Cause, Evidence, near
 from paceline.prove.weighting import by_weights, one_factor
 
@@ -181,6 +181,7 @@ _RULES: tuple[Callable[[Evidence], Cause | None], ...] = (
     _update,
     by_weights,
     _by_factor,
+    *LATE_RULES,
     _accumulation,
     _forward,
 )

@@ -202,9 +202,7 @@ def _plan(
     for stages_of_unit in unit_stages.values():
         if not stages_of_unit:  # never called: it has to be somewhere
             stages_of_unit.add(stages - 1)
-    glue = {
-        name: {stage_of[call] for call in calls} for name, calls in _glue_uses(shapes).items()
-    }
+    glue = {name: {stage_of[call] for call in calls} for name, calls in _glue_uses(shapes).items()}
     names = {id(p): name for name, p in skeleton.model.named_parameters()}
     holders: dict[str, set[int]] = {n: set(glue.get(n, ())) for n in names.values()}
     for unit in units:
@@ -283,17 +281,12 @@ def stage_bindings(
     skeleton: Skeleton, plan: CutPlan, stage: int, own: Callable[[str], nn.Parameter]
 ) -> list[Binding]:
     """What code between units finds as parameters on ``stage``: ``own`` ones, or fakes."""
-    inside = {
-        id(module)
-        for name in plan.units_of(stage)
-        for module in skeleton.units[name].modules()
-    }
+    inside = {m for name in plan.units_of(stage) for m in skeleton.units[name].modules()}
     bindings: list[Binding] = []
     for name in plan.used_in_glue:
         parameter = own(name) if stage in plan.holders[name] else skeleton.fake_parameters[name]
-        for slot in skeleton.slots[name]:
-            if id(slot[0]) not in inside or stage in plan.holders[name]:
-                bindings.append((slot, parameter, name))
+        slots = [s for s in skeleton.slots[name] if s[0] not in inside]
+        bindings += [(slot, parameter, name) for slot in slots]
     return bindings
 
 
@@ -325,6 +318,3 @@ def _rehearse(
             run.use(run_probe(), "the loss")
         missing = [name for name in wanted if name not in run.found]
         assert not missing, (stage, missing)
-
-
-

@@ -22,16 +22,22 @@ Name = tuple[Any, ...]
 the j-th function called before it; ``("arg", k, i)``: of what it was given; ``("param", name)``."""
 
 _SHAPE_ONLY = frozenset(
-    "size dim ndimension numel nelement stride is_floating_point is_complex is_contiguous "
-    "element_size get_device type __len__ storage_offset is_signed is_same_size is_inference "
-    "result_type can_cast __hash__ __repr__ __format__ requires_grad_ retain_grad "
-    "register_hook".split()
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "storage_offset"),
+        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_same_size"),
+        *("is_inference", "element_size", "get_device", "type", "result_type", "can_cast"),
+        *("requires_grad_", "retain_grad", "register_hook", "__hash__", "__repr__", "__format__"),
+    )
 )
+"""What looks at a tensor but not at its values; fakes can answer."""
 _CONSTANT = frozenset(
-    "new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like "
-    "empty_like".split()
+    (
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),
+        *("zeros_like", "ones_like", "full_like", "empty_like"),
+    )
 )
-_TENSOR_PROPERTIES = frozenset("T mT H mH real imag data grad".split())
+"""What makes a tensor from the looks of another: the result depends on no module."""
+_TENSOR_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data", "grad"))
 
 
 class Mark(NamedTuple):

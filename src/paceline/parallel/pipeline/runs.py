@@ -31,9 +31,9 @@ class ShapeRun(Run):
     """The whole model on fake tensors: what each unit returns, and where each value is used.
 
     ``used`` maps names to the places of their uses: ``2k + 1`` for the k-th call of a unit, ``2k``
-    for the code before it. ``calls_wanted`` ends the run after that many calls. ``real_after`` is for
-    models that look at values once all modules have run, as a loss may: from that call on, values
-    are zeros instead of fakes.
+    for the code before it. ``calls_wanted`` ends the run after that many calls. ``real_after`` is
+    for models that look at values once all modules have run, as a loss may: from that call on,
+    values are zeros instead of fakes.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class ShapeRun(Run):
         if not is_fake(tensor) and tensor._is_view() and not self._in_tail:
             raise LayoutError(
                 "pipeline: the model writes what a module computed into a part of a tensor "
-                f"({where_in_model()}), and the whole cannot be followed over a stage boundary. Build it "
-                "with torch.cat or torch.stack instead, or cut elsewhere."
+                f"({where_in_model()}), and the whole cannot be followed over a stage boundary. "
+                "Build it with torch.cat or torch.stack instead, or train without pp."
             )
         tensor._paceline_mark = Mark(name, self, True)  # type: ignore[attr-defined]
         self.specs[name] = spec_of(tensor)
@@ -200,7 +200,9 @@ class StageRun(Run):
 
     def use(self, value: Any, where: str) -> Any:
         """``value`` with what other stages computed in place of the fakes."""
-        return change_leaves(value, lambda leaf: self._real(leaf, where)) if self._started else value
+        if not self._started:
+            return value
+        return change_leaves(value, lambda leaf: self._real(leaf, where))
 
     def _real(self, leaf: Any, where: str) -> Any:
         if not isinstance(leaf, Tensor):
@@ -209,12 +211,13 @@ class StageRun(Run):
         if mark is not None and mark.absent and mark.name in self._received:
             return self._received[mark.name]
         if is_fake(leaf) or (mark is not None and mark.absent):
+            what = describe(mark.name if mark else None, self._units)
             raise LayoutError(
-                f"pipeline: {where} ({where_in_model()}) needs a value that an earlier stage computed and "
-                f"that did not cross: {describe(mark.name if mark else None, self._units)}. The "
-                "model took another way through its code than with the sample batch, or keeps "
-                "values from one step to the next. Cut elsewhere (Pipelining(cuts=[...])), or make "
-                "the value an output of a module."
+                f"pipeline: {where} ({where_in_model()}) needs a value of an earlier stage that "
+                f"did not cross: {what}. The model took another way through its code than with the "
+                "sample batch, keeps values from one step to the next, or computes this one in a "
+                "way torch does not show (a custom autograd function outside any module). Cut "
+                "elsewhere (Pipelining(cuts=[...])), or make the value an output of a module."
             )
         return leaf
 

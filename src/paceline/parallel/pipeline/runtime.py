@@ -78,6 +78,7 @@ class Pipeline:
         self._drop_absent()
         self._shapes: dict[Any, ShapeRun] = {}
         self._schedules: dict[int, tuple[Any, list[Stage]]] = {}
+        self._ties_checked = False
 
     @property
     def stages(self) -> list[StageModule]:
@@ -136,9 +137,7 @@ class Pipeline:
         Every rank of the pipeline gives the same parts. The rank of the last stage gets their
         terms, without outputs; the others ``None``.
         """
-        check_schedule(
-            self.options.schedule, self._pp, len(parts), self.options.stages_per_rank
-        )
+        check_schedule(self.options.schedule, self._pp, len(parts), self.options.stages_per_rank)
         self._start(parts, scale)
         schedule, stages = self._schedule(len(parts))
         for stage, work in zip(stages, self._work, strict=True):
@@ -180,11 +179,26 @@ class Pipeline:
 
     def sync_tied(self) -> None:
         """Sum the gradients of weights that several stages hold: after the last backward."""
-        for name, holders in self.plan.holders.items():
-            copies = {w.index: w.parameter(name) for w in self._work if name in w.homes}
-            trained = any(parameter.requires_grad for parameter in copies.values())
-            if len(holders) > 1 and copies and trained:
-                tied.sum_gradients(name, copies, holders, self._rank_of, self._group)
+        shared = {name: held for name, held in self.plan.holders.items() if len(held) > 1}
+        held = {
+            name: {w.index: w.parameter(name) for w in self._work if name in w.homes}
+            for name in shared
+        }
+        if shared and not self._ties_checked:
+            self._check_ties(held)
+        for name, copies in held.items():
+            if any(parameter.requires_grad for parameter in copies.values()):
+                tied.sum_gradients(name, copies, shared[name], self._rank_of, self._group)
+
+    def _check_ties(self, held: dict[str, dict[int, nn.Parameter]]) -> None:
+        """Once, all ranks together: copies that are split differently cannot be added."""
+        own = {name: {s: tied.looks(p) for s, p in copies.items()} for name, copies in held.items()}
+        everyone: list[Any] = [None] * self._pp
+        dist.all_gather_object(everyone, own, group=self._group)
+        for name in own:
+            seen = {stage: look for looks in everyone for stage, look in looks[name].items()}
+            tied.check_alike(name, seen)
+        self._ties_checked = True
 
     def _start(self, parts: list[Part], scale: Tensor | None) -> None:
         microbatches = [Microbatch(part, items, self._known(part)) for part, items in parts]
@@ -270,5 +284,3 @@ class Pipeline:
                     module._parameters[key] = nn.Parameter(
                         parameter.detach().to("meta"), parameter.requires_grad
                     )
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from paceline.parallel.pipeline.tree import change_leaves
 
 
 def signature(part: Any) -> tuple[Any, ...]:
-    """The kinds, shapes and dtypes of everything in ``part``, and the values that are no tensors."""
+    """Names, shapes and dtypes of the tensors in ``part``, and the values that are no tensors."""
     found: list[Any] = []
 
     def add(leaf: Any) -> Any:
@@ -23,4 +24,5 @@ def signature(part: Any) -> tuple[Any, ...]:
         return leaf
 
     change_leaves(part, add)
-    return (type(part).__name__, *found)
+    keys = tuple(map(str, part)) if isinstance(part, Mapping) else ()
+    return (type(part).__name__, keys, *found)

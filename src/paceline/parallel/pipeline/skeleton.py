@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -58,10 +58,8 @@ class Skeleton:
                 run.set_mark(parameter, ("param", name))
             stack.enter_context(self.catching.by(run))  # type: ignore[arg-type]
             stack.enter_context(run)
-            try:
+            with suppress(Over):
                 yield
-            except Over:
-                pass
 
     def shapes(
         self, probe: Callable[[], Any], parameters: Iterable[str], calls_wanted: int | None = None

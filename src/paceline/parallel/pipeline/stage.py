@@ -186,8 +186,12 @@ class StageWork:
         called = set(plan.units_of(self.index))
         for path in plan.modules_of(self.index):
             original = skeleton.units[path]
-            names = {name_of[id(m), k] for m in original.modules() for k in m._parameters
-                     if m._parameters[k] is not None}
+            names = {
+                name_of[id(m), k]
+                for m in original.modules()
+                for k in m._parameters
+                if m._parameters[k] is not None
+            }
             if path not in called and not names <= held:
                 continue  # never called, and its parameters live elsewhere
             unit = original
@@ -228,9 +232,7 @@ class StageWork:
             )
         return copies[id(parameter)]
 
-    def _hold_directly(
-        self, name: str, taken: set[int], copies: dict[int, nn.Parameter]
-    ) -> None:
+    def _hold_directly(self, name: str, taken: set[int], copies: dict[int, nn.Parameter]) -> None:
         """Hold a parameter that code between units uses."""
         owner, key = self._skeleton.slots[name][0]
         parameter = owner._parameters[key]

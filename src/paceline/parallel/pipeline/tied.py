@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ Copies = Mapping[int, nn.Parameter]
 
 @torch.no_grad()
 def sum_gradients(
-    name: str, copies: Copies, holders: Sequence[int], rank_of: Sequence[int], group: object
+    name: str, copies: Copies, holders: Sequence[int], rank_of: Sequence[int], group: Any
 ) -> None:
     """Give every copy of a parameter the sum of the gradients of all copies.
 
@@ -25,28 +26,44 @@ def sum_gradients(
     holder adds in the order of the stages, so that all get the same sum to the bit. To be called by
     all ranks that hold a copy.
     """
-    own = dist.get_rank(group)  # type: ignore[arg-type]
+    own = dist.get_rank(group)
     local = {stage: _gradient(name, parameter) for stage, parameter in copies.items()}
     example = next(iter(local.values()))
     gradients = dict(local)
-    works = []
+    works: list[Any] = []
     for stage in holders:
         if rank_of[stage] != own:
             gradients[stage] = torch.empty_like(example)
-            works.append(dist.irecv(gradients[stage], group=group, group_src=rank_of[stage]))  # type: ignore[arg-type]
+            works.append(dist.irecv(gradients[stage], group=group, group_src=rank_of[stage]))
     others = dict.fromkeys(rank_of[stage] for stage in holders if rank_of[stage] != own)
-    for stage in holders:
-        if rank_of[stage] == own:
-            for other in others:
-                works.append(dist.isend(local[stage], group=group, group_dst=other))  # type: ignore[arg-type]
+    mine = [local[stage] for stage in holders if rank_of[stage] == own]
+    works += [dist.isend(tensor, group=group, group_dst=r) for tensor in mine for r in others]
     for work in works:
-        if work is not None:
-            work.wait()
+        work.wait()
     total = gradients[holders[0]].clone()
     for stage in holders[1:]:
         total += gradients[stage]
     for parameter in copies.values():
-        _local(parameter.grad if parameter.grad is not None else _empty(parameter)).copy_(total)
+        assert parameter.grad is not None
+        _local(parameter.grad).copy_(total)
+
+
+def looks(parameter: nn.Parameter) -> str:
+    """What two copies must have in common, or their gradients cannot be added."""
+    local = _local(parameter)
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return f"{local.dtype} {tuple(local.shape)} {tuple(map(str, placements))}"
+
+
+def check_alike(name: str, seen: Mapping[int, str]) -> None:
+    """Refuse copies of ``name`` that are split in different ways; ``seen`` is :func:`looks`."""
+    if len(set(seen.values())) > 1:
+        listed = ", ".join(f"stage {stage}: {look}" for stage, look in sorted(seen.items()))
+        raise TrainingError(
+            f"pipeline: the stages that share {name!r} hold it in different pieces ({listed}), so "
+            "their gradients cannot be added. Give all modules that share it the same tensor "
+            "parallel plan, or untie it."
+        )
 
 
 def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
@@ -58,11 +75,6 @@ def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
             "sparse=False in the embedding."
         )
     return _local(parameter.grad).contiguous()
-
-
-def _empty(parameter: nn.Parameter) -> Tensor:
-    parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def _local(tensor: Tensor) -> Tensor:

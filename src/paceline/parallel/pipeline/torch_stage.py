@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import P2POp, ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -24,6 +25,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+
+from paceline.parallel.pipeline.split_backward import backward_inputs
 
 Wire = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a value on its way."""
@@ -105,10 +108,14 @@ class Stage(PipelineStage):
         return output
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         """Run a microbatch backward, or the half of it that the stage before waits for."""
-        super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._finish(bwd_chunk_id)
 
@@ -116,6 +123,23 @@ class Stage(PipelineStage):
         """Run the other half."""
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._finish(bwd_chunk_id)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """One backward; the halves of a split one are our own."""
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if isinstance(self.submod, FSDPModule):  # as torch does: perform_reduce_grad comes later
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        if backward_type == "input":
+            return backward_inputs(
+                bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
+            )
+        bwd_kwargs["param_groups"].run()
+        return (), None
 
     def _finish(self, chunk: int) -> None:
         self._live.now -= 1

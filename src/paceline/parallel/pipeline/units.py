@@ -100,7 +100,7 @@ class Catching:
                 catcher, name = catching._catcher, catching._names.get(id(module))
 
                 def call(*args: Any, **kwargs: Any) -> Any:
-                    return kind.__call__(module, *args, **kwargs)  # type: ignore[operator]
+                    return kind.__call__(module, *args, **kwargs)
 
                 if catcher is None or name is None:
                     return call(*args, **kwargs)
