@@ -25,11 +25,11 @@ from paceline.parallel.tensor import (
 )
 
 OWN = ["gpt tied", "gpt untied", "mlp", "convnet", "encoder", "vision"]
-HUGGING_FACE = ["gpt2", "llama", "qwen2", "qwen3", "bert"]
+HUGGING_FACE = ["gpt2", "llama eager", "qwen2", "qwen3", "bert"]
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("names", [OWN, [*HUGGING_FACE, "gpt2 eager", "llama eager"]])
+@pytest.mark.parametrize("names", [OWN, HUGGING_FACE])
 def test_two_ranks_train_as_one_process_does(ranks, names):
     def job():
         return {name: cases.worst_after_three_steps(name) for name in names}
@@ -41,7 +41,7 @@ def test_two_ranks_train_as_one_process_does(ranks, names):
 @pytest.mark.world(4)
 def test_four_ranks_train_as_one_process_does(ranks):
     def job():
-        names = ["gpt tied", "vision", "gpt2", "llama", "bert"]
+        names = ["gpt tied", "llama"]
         return {name: cases.worst_after_three_steps(name) for name in names}
 
     for found in ranks(job, timeout=170):
@@ -51,7 +51,7 @@ def test_four_ranks_train_as_one_process_does(ranks):
 @pytest.mark.world(2)
 def test_sequence_parallel_changes_no_number(ranks):
     def job():
-        names = ["gpt tied", "encoder", "vision", "gpt2", "llama", "qwen2"]
+        names = ["gpt untied", "gpt2", "llama"]
         return {name: cases.worst_after_three_steps(name, sequence=True) for name in names}
 
     for found in ranks(job, timeout=170):

@@ -15,9 +15,35 @@ from paceline.prove import PLANTS
 from paceline.testing import RankPool, make_mlp, make_resnet, make_vectors
 
 ACCUMULATING = ["dp=2,microbatch=2", "dp=3,microbatch=1"]
+SPREAD = {
+    "missing-all-reduce": ["dp=2,tp=2", "dp=2,pp=2"],
+    "wrong-average": ["dp=2,zero=3", "dp=2,tp=2"],
+    "unscaled-loss": ["dp=2,pp=2"],
+    "wrong-accumulation": ["dp=2,zero=1,microbatch=2"],
+    "skipped-microbatch": ["dp=2,zero=2,microbatch=2", "pp=2,schedule=zbv"],
+    "local-clip": ["dp=2,pp=2"],
+    "double-sample": ["dp=2,zero=3", "pp=2"],
+    "stale-parameter": ["pp=2"],
+    "stale-shard": ["dp=2,zero=1", "tp=2"],
+    "stale-buffer": ["dp=2,zero=2", "pp=2"],
+    "stale-tied-weight": ["dp=2,zero=3", "tp=2"],
+    "shard-clip": ["dp=2,zero=3", "tp=2", "pp=2"],
+    "wrong-copies": ["dp=4,zero=3,replicas=2"],
+    "row-parallel-bias": ["tp=2", "dp=2,zero=2,tp=2"],
+    "missing-tp-reduce": ["tp=2", "tp=2,sequence=1"],
+    "untied-stages": ["pp=2"],
+    "pipeline-scale": ["pp=2", "dp=2,pp=2,microbatch=2"],
+}
+"""Layouts beyond plain data parallelism on which each plant makes sense."""
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+def data_parallel_alone(plant: str) -> bool:
+    """Whether plain data-parallel ranks can have this bug."""
+    needs = PLANTS[plant]
+    return max(needs.tp, needs.pp, needs.replicas) == 1 and not (needs.split or needs.parts)
+
+
+@pytest.mark.parametrize("plant", filter(data_parallel_alone, PLANTS))
 def test_every_plant_is_caught_and_named(plant: str, rank_pool: RankPool) -> None:
     report = paceline.verify(
         **subject("resnet" if plant == "stale-buffer" else "gpt"),
@@ -32,8 +58,35 @@ def test_every_plant_is_caught_and_named(plant: str, rank_pool: RankPool) -> Non
     assert report.notes[-1].endswith("caught on every layout and named")
 
 
+@pytest.mark.parametrize("plant", PLANTS)
+def test_also_where_the_model_is_spread(plant: str, rank_pool: RankPool) -> None:
+    report = paceline.verify(
+        **subject("resnet" if plant == "stale-buffer" else "gpt"),
+        layouts=SPREAD[plant],
+        global_batch=9,
+        clip_norm=0.05,
+        plant=plant,
+        pool=rank_pool,
+    )
+    assert {row.cause for row in report.rows} == {plant}, str(report)
+    words = " ".join(row.words for row in report.rows)
+    axis = {
+        "shard": "shard",
+        "copies": "sharded",
+        "tp": "tensor-parallel",
+        "row": "tensor-parallel",
+    }
+    axis |= {"stages": "pipeline", "pipeline": "pipeline"}
+    assert all(word in words for part, word in axis.items() if part in plant.split("-"))
+
+
 @pytest.mark.parametrize(
-    "plant", [name for name, plant in PLANTS.items() if not plant.accumulation and not plant.ties]
+    "plant",
+    [
+        name
+        for name, plant in PLANTS.items()
+        if data_parallel_alone(name) and not plant.accumulation and not plant.ties
+    ],
 )
 def test_also_without_accumulation(plant: str, rank_pool: RankPool) -> None:
     report = paceline.verify(
@@ -164,3 +217,24 @@ def test_a_layout_that_crashes_fails_and_the_others_go_on(rank_pool: RankPool) -
     )
     assert [row.verdict for row in report.rows] == ["failed", "same"], str(report)
     assert "two is a crowd" in str(report)
+
+
+def test_what_is_refused_is_told_and_the_others_go_on(rank_pool: RankPool) -> None:
+    """By a rule before anything starts, or by the plan that does not divide."""
+    report = paceline.verify(
+        **subject("gpt"),
+        layouts=["cp=2", "dp=2,zero=3,pp=2,schedule=zbv", "tp=4", "tp=2"],
+        global_batch=6,
+        steps=1,
+        pool=rank_pool,
+    )
+    verdicts = [row.verdict for row in report.rows]
+    assert verdicts == ["refused", "refused", "refused", "same"], str(report)
+    assert [row.cause for row in report.rows[:2]] == [
+        "axis-not-available",
+        "zero-bubble-keeps-parameters",
+    ]
+    assert "2 heads" in report.rows[2].words
+    assert not report.ok
+    assert "dp=1,cp=2: refused: cp=2 is not available" in str(report)
+    assert "[rule: axis-not-available]" in str(report)

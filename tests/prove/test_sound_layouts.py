@@ -15,7 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset
 import paceline
 from paceline.testing import RankPool, make_mlp, make_vectors
 
-LAYOUTS = ["dp=2", "dp=3", "dp=4", "dp=2,microbatch=2", "dp=3,microbatch=1"]
+LAYOUTS = [
+    "dp=2",
+    "dp=3,microbatch=1",
+    "dp=2,zero=3",
+    "dp=1,tp=2",
+    "dp=1,pp=2,schedule=gpipe,microbatch=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,7 @@ def test_layouts_are_the_same_as_one_process(name: str, rank_pool: RankPool) -> 
     assert 0 < max(row.difference for row in report.rows) < 1e-9
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_false_alarm(seed: int, rank_pool: RankPool) -> None:
     """Random models, optimizers, batches, clipping and layouts: two a seed, none at fault."""
     choose = random.Random(seed)

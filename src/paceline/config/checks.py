@@ -156,7 +156,12 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 f"{nproc}; make them agree, or leave one of them at auto",
             )
         broken = problem_with(
-            Request(layout, schedule=config.pipeline.schedule, offload=config.sharding.offload)
+            Request(
+                layout,
+                schedule=config.pipeline.schedule,
+                offload=config.sharding.offload,
+                recompute=str(config.checkpoint_activations),
+            )
         )
         if broken is not None:
             name, reason = broken

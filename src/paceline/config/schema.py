@@ -313,6 +313,9 @@ class Track(Section):
     """Who listens to the run."""
 
     progress: bool = Field(default=True, description="Progress bar, or lines off a terminal.")
+    memory: bool = Field(
+        default=False, description="Measure the second step: the bytes on each rank, as an event."
+    )
     tensorboard: bool = Field(default=False, description="Write TensorBoard files.")
     mlflow: Annotated[Mlflow | None, BeforeValidator(_mlflow)] = Field(
         default=None, description="Log to MLflow: true, or a mapping of uri and experiment."

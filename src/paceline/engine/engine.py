@@ -76,6 +76,14 @@ class Engine:
             being called with their batch.
         count: ``count(batch)`` tells over how many items the loss of a batch is a mean, where
             that is not the samples.
+        sharding, tensor, pipeline: how ``zero``, ``tp`` and ``pp`` are done, where not by default:
+            :class:`paceline.Sharding`, :class:`paceline.TensorParallel`,
+            :class:`paceline.Pipelining`.
+        checkpoint_activations: recompute activations in the backward pass: ``"full"``, a number n
+            (every n-th block), ``"selective"``, or a :class:`paceline.Recompute`.
+        device_map, max_memory: put the model's parts on several devices of this one process, by
+            name or ``"auto"``, within these bounds.
+        init: called with each module of a model from the meta device, to give it values.
         world: the world to train in; by default the one this process was launched into.
     """
 
@@ -120,8 +128,9 @@ class Engine:
         self._local = LossModule(model, loss, self.options["forward"], self.options["count"])
         check_loss_parameters(self._local)
         self._on_meta = any(p.is_meta for p in model.parameters())
-        if not self._on_meta and not self.layout.zero:  # else sharding moves what each rank keeps
-            self._local.to(self.device)
+        self._is_mapped = self.options["device_map"] is not None
+        if not self._on_meta and not self.layout.zero and not self._is_mapped:
+            self._local.to(self.device)  # sharding and device maps move what they keep there
         self._precision.prepare(self._local)
         self._parameters = list(model.parameters())
         self.parameter_count = sum(p.numel() for p in self._parameters)
@@ -135,7 +144,7 @@ class Engine:
         self._state = State(self)
         self._meter = MemoryMeter(model, optimizer, self.device)
         self._spread: Spread | None = None
-        if not needs_sample(self.layout):
+        if not needs_sample(self.layout, self._ways):
             self._spread_out()
         # As torch's schedulers do: an optimizer that was scheduled before keeps its full rate.
         self._base_lrs = [g.setdefault("initial_lr", g["lr"]) for g in self.optimizer.param_groups]
@@ -158,6 +167,8 @@ class Engine:
             materialise=self._materialise if self._on_meta else None,
         )
         self._on_meta = False
+        self._precision.device_types = sorted({device.type for device in self.spread.devices})
+        self._local.moves_target = self._is_mapped
         if not self.spread.is_plain:
             self._groups.repoint(self.optimizer, self.spread.held)
             self._parameters = [p for own in self.spread.held.values() for p in own]
@@ -187,7 +198,8 @@ class Engine:
     def _sample(self, batch: Any) -> Any:
         """A microbatch like those to come, where the model's parameters are."""
         part = self._cut(batch)[0] if self._local.samples(batch) else placeholder(batch)
-        device = torch.device("meta") if self._on_meta else self.device
+        first = next(self.model.parameters()).device  # "meta", or where a device map starts from
+        device = first if self._on_meta or self._is_mapped else self.device
         return move(part, device, self._precision.batch_dtype)
 
     def _run_sample(self, part: Any) -> Term:
@@ -308,8 +320,8 @@ class Engine:
             with self._reducing(last, counts=items > 0):
                 term = self._forward(part, items)
                 check_depends_on_parameters(term.total)
-                local[0] += term.total.detach()
-                local[1] += term.count
+                local[0] += term.total.detach().to(self.device)
+                local[1] += _on(term.count, self.device)
                 if index == 0:
                     divisor = self._counted(local)[1].clone()
                     if self.world.size > 1:
@@ -318,7 +330,7 @@ class Engine:
                 if last and self.world.size > 1:
                     world = self._counted(local).clone()
                     work = dist.all_reduce(world, async_op=True)  # hidden behind the backward
-                loss = term.total * (self.layout.dp / divisor).to(term.total.dtype)
+                loss = term.total * (self.layout.dp / divisor).to(term.total)
                 self._backward(loss, work)
         if work is not None:
             work.wait()
@@ -571,6 +583,10 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; refused where it is that of another model."""
         self._state.load(state)
+
+
+def _on(value: Tensor | int, device: torch.device) -> Tensor | int:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 class _Sums(NamedTuple):

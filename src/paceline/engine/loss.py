@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from paceline.engine.batch import batch_size
 from paceline.errors import DataError, LossError
+from paceline.parallel.device_moves import device_of, moved
 from paceline.parallel.term import Term
 
 LossFunction = Callable[..., Any]
@@ -49,6 +50,7 @@ class LossModule(nn.Module):
         self.loss = _summing(loss) if loss is not None else None
         self.custom_forward = forward
         self.custom_count = count
+        self.moves_target = False  # to where the output is, under a device map
 
     def forward(self, batch: Any, items: int) -> Term:
         """The loss of one microbatch, whose mean, if it is one, runs over ``items`` items.
@@ -62,7 +64,7 @@ class LossModule(nn.Module):
             value = self.custom_forward(self.model, batch)
         else:
             output = call_model(self.model, batch, all_keys=self.loss is None)
-            value = own_loss(output) if self.loss is None else self.loss(output, target_of(batch))
+            value = own_loss(output) if self.loss is None else self._compare(output, batch)
         if isinstance(value, tuple) and len(value) == 2:
             total, count = value
             _check_scalar(total)
@@ -71,6 +73,13 @@ class LossModule(nn.Module):
             return Term(total.reshape(()), count, output)
         _check_scalar(value)
         return Term(value.reshape(()) * items, items, output)
+
+    def _compare(self, output: Any, batch: Any) -> Any:
+        assert self.loss is not None
+        target, device = target_of(batch), device_of(output)
+        if self.moves_target and device is not None:
+            target = moved(target, device)
+        return self.loss(output, target)
 
     def nothing(self) -> Term:
         """The term of a microbatch without samples: zero, with zero gradients, touching no data."""

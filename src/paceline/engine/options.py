@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel.compose import Ways
+from paceline.parallel.device_map import DeviceLike
 from paceline.parallel.pipeline.options import Pipelining
 from paceline.parallel.recompute import Recompute
 from paceline.parallel.shard import Sharding
@@ -40,6 +41,8 @@ class EngineOptions(TypedDict, total=False):
     tensor: TensorParallel | None
     pipeline: Pipelining | None
     checkpoint_activations: Recompute | str | int | None
+    device_map: str | Mapping[str, DeviceLike] | None
+    max_memory: Mapping[DeviceLike, int | str] | None
     init: Callable[[nn.Module], None] | None
 
 
@@ -59,6 +62,8 @@ DEFAULTS = EngineOptions(
     tensor=None,
     pipeline=None,
     checkpoint_activations=None,
+    device_map=None,
+    max_memory=None,
     init=None,
 )
 
@@ -72,6 +77,8 @@ def ways_of(options: EngineOptions) -> Ways:
         pipeline=options["pipeline"] or Pipelining(),
         recompute=None if recompute is None else Recompute.of(recompute),
         compile=options["compile"],
+        device_map=options["device_map"],
+        max_memory=options["max_memory"],
     )
 
 

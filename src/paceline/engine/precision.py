@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Precision:
             raise TrainingError(f"precision={name!r} must be one of {', '.join(PRECISIONS)}.")
         self.name = name
         self.device = device
+        self.device_types = [device.type]  # more than one under a device map
         # The scaler keeps small fp16 gradients from vanishing; it has state, so it is saved.
         self.scaler = _scaler(device, sharded) if name == "fp16" else None
 
@@ -47,10 +49,17 @@ class Precision:
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which a forward pass runs."""
         if self.name in _LOW:
-            return torch.autocast(self.device.type, dtype=_LOW[self.name])
+            return self._autocast()
         if self.name == "fp64":
             return _StayDouble()
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with contextlib.ExitStack() as contexts:
+            for kind in self.device_types:
+                contexts.enter_context(torch.autocast(kind, dtype=_LOW[self.name]))
+            yield
 
 
 def _scaler(device: torch.device, sharded: bool) -> torch.amp.GradScaler:

@@ -22,6 +22,7 @@ class Request:
     """Whether the user runs backward by hand (``prepare``)."""
     device_map: bool = False
     offload: str | None = None
+    recompute: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,22 @@ def _offload_needs_zero(request: Request) -> str | None:
     )
 
 
+def _selective_needs_one_backward(request: Request) -> str | None:
+    splits = request.layout.pp > 1 and request.schedule in ZERO_BUBBLE
+    if request.recompute != "selective" or not splits:
+        return None
+    return (
+        f"the schedule {request.schedule} goes through a stage's backward twice, for its inputs "
+        "and for its weights, and selective activation checkpointing keeps what it has recomputed "
+        "for one. Use checkpoint_activations='full', or the schedule 1f1b or interleaved-1f1b."
+    )
+
+
 RULES = (
     Rule("axis-not-available", _axis_not_available),
     Rule("replicas-need-zero", _replicas_need_zero),
     Rule("zero-bubble-keeps-parameters", _zero_bubble_keeps_parameters),
+    Rule("selective-needs-one-backward", _selective_needs_one_backward),
     Rule("offload-needs-zero", _offload_needs_zero),
     Rule("pipeline-runs-backward", _pipeline_runs_backward),
     Rule("own-loop-has-no-sample", _own_loop_has_no_sample),

@@ -1,5 +1,7 @@
 """Which ways of spreading a model apply, and in what order: the one place that says so.
 
+A device map, which is for one process alone, places the model before anything else. Then:
+
 1. Pipeline: the model is cut into stages, and each rank keeps its own.
 2. Tensor parallelism splits the layers of what is left.
 3. Activation checkpointing goes around blocks, so that what they recompute is split already.
@@ -11,7 +13,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import nn
 from paceline.layout import Layout
 from paceline.layout.rules import ZERO_BUBBLE, Request, check_rules
 from paceline.parallel.blocks import find_blocks
+from paceline.parallel.device_map import DeviceLike, place
 from paceline.parallel.pipeline import Pipeline, Pipelining, cut
 from paceline.parallel.recompute import Recompute, recompute
 from paceline.parallel.replicate import replicate
@@ -39,18 +42,27 @@ class Ways:
     pipeline: Pipelining = field(default_factory=Pipelining)
     recompute: Recompute | None = None
     compile: bool = False
+    device_map: str | Mapping[str, DeviceLike] | None = None
+    max_memory: Mapping[DeviceLike, int | str] | None = None
 
 
 def check_layout(layout: Layout, ways: Ways, **more: bool) -> None:
     """Refuse a layout that breaks a rule; see :mod:`paceline.layout.rules`."""
     check_rules(
-        Request(layout, schedule=ways.pipeline.schedule, offload=ways.sharding.offload, **more)
+        Request(
+            layout,
+            schedule=ways.pipeline.schedule,
+            offload=ways.sharding.offload,
+            recompute=None if ways.recompute is None else ways.recompute.mode,
+            device_map=ways.device_map is not None,
+            **more,
+        )
     )
 
 
-def needs_sample(layout: Layout) -> bool:
+def needs_sample(layout: Layout, ways: Ways) -> bool:
     """Whether spreading has to see a batch first: what to split is found by running the model."""
-    return layout.tp > 1 or layout.pp > 1
+    return layout.tp > 1 or layout.pp > 1 or ways.device_map == "auto"
 
 
 def spread(
@@ -73,6 +85,11 @@ def spread(
     check_layout(layout, ways)
     pipeline = None
     entered = context
+    devices = [world.device]
+    if ways.device_map is not None:
+        run = None if sample is None else lambda _: sample()
+        placed = place(model, ways.device_map, sample=run, max_memory=ways.max_memory)
+        devices = placed.devices
     if layout.tp > 1:
         entered = _both(context, lambda: mixing(world.mesh(layout)["tp"]))
         plan = collectives.broadcast_object(_tensor_plan(model, layout, ways, sample))
@@ -83,7 +100,7 @@ def spread(
     if ways.recompute is not None:
         recompute(model, ways.recompute, context=entered)
     if ways.compile:
-        _compile(module, model, whole=layout.zero == 0 and not needs_sample(layout))
+        _compile(module, model, whole=layout == Layout(dp=layout.dp))
     called, sharded = module, []
     if layout.zero:
         called = module if pipeline is not None else LossFirst(module)
@@ -93,7 +110,16 @@ def spread(
         materialise()
     if layout.zero == 0 and layout.dp > 1 and pipeline is None and layout.tp == 1:
         called = replicate(module, world.device)
-    return Spread(called, model, layout, world, pipeline=pipeline, sharded=sharded, context=entered)
+    return Spread(
+        called,
+        model,
+        layout,
+        world,
+        pipeline=pipeline,
+        sharded=sharded,
+        context=entered,
+        devices=devices,
+    )
 
 
 def _tensor_plan(
@@ -153,7 +179,7 @@ def _compile(module: nn.Module, model: nn.Module, *, whole: bool) -> None:
     if isinstance(loss, nn.Module):
         loss.compile()
     elif loss is not None:  # a cross-entropy over a large vocabulary is dear when it is not fused
-        module.loss = torch.compile(loss)
+        setattr(module, "loss", torch.compile(loss))  # noqa: B010 (nn.Module's types)
 
 
 def shard_root(

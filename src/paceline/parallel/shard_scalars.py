@@ -137,7 +137,7 @@ def _plain(resting: Tensor) -> Tensor:
     names = resting.device_mesh.mesh_dim_names or ()
     if "shards" not in names:
         return nn.Parameter(resting.detach(), requires_grad=resting.requires_grad)
-    return nn.Parameter(resting.detach().to_local(), requires_grad=resting.requires_grad)
+    return nn.Parameter(local(resting.detach()), requires_grad=resting.requires_grad)
 
 
 def _gradient(scalar: _Scalar) -> Tensor:

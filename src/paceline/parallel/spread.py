@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,12 +41,14 @@ class Spread:
         pipeline: Pipeline | None = None,
         sharded: Sequence[Sharded] = (),
         context: Context = contextlib.nullcontext,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         self.module, self.model = module, model
         self.layout, self.world = layout, world
         self.pipeline = pipeline
         self._sharded = sharded
         self.context = context
+        self.devices = devices
         self.place = layout.place(world.rank)
         self.data_group = data_group(world, layout)
         self.held = self._held()

@@ -13,25 +13,24 @@ def _stale_part(e: Evidence) -> Cause | None:
     stale = {
         rank: parts
         for rank, outcome in enumerate(e.outcomes)
-        if e.place.name in (parts := outcome.stale_parts.get(e.place.step, []))
+        if (parts := outcome.stale_parts.get(e.place.step))
     }
     if not stale:
         return None
+    name = next(iter(stale.values()))[0]
     ranks = ", ".join(map(str, stale))
     return Cause(
         "stale-shard",
-        f"the gradient is right, but the part of the parameter that rank {ranks} holds "
-        f"({_parts_of(e)}) still has its value of the step before: the update does not reach it",
+        f"the gradient is right, but the part of {name} that rank {ranks} holds "
+        f"({_kind_of_part(e, name)}) still has its value of the step before: the update does not "
+        "reach it",
     )
 
 
-def _parts_of(e: Evidence) -> str:
+def _kind_of_part(e: Evidence, name: str) -> str:
     layout = e.case.layout
-    kinds = []
-    if layout.tp > 1 and e.place.name in e.outcomes[e.rank].split:
-        kinds.append("tensor-parallel")
-    if layout.shards > 1:
-        kinds.append(f"sharded, zero={layout.zero}")
+    kinds = ["tensor-parallel"] if any(name in one.split for one in e.outcomes) else []
+    kinds += [f"sharded, zero={layout.zero}"] if layout.shards > 1 else []
     return ", ".join(kinds)
 
 

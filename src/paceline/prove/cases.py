@@ -138,12 +138,16 @@ class Case:
         wanted = self.pipelining().microbatches_for(self.layout.pp, len(cut))
         return split_into(own, min(wanted, len(own)))
 
-    def microbatches(self, samples: int) -> int:
-        """How many microbatches the rank with the most runs, those without samples included."""
-        most = len(self.forwards(samples))
+    def microbatches(self, samples: int) -> list[int]:
+        """How many microbatches each data-parallel rank runs, those without samples included."""
+        found = [0] * self.layout.dp
+        for rank, _ in self.pieces(samples):
+            found[rank] += 1
+        if self.layout.zero:  # they gather parameters together
+            found = [max(found)] * self.layout.dp
         if self.layout.pp == 1:
-            return most
-        return self.pipelining().microbatches_for(self.layout.pp, most)
+            return found
+        return [self.pipelining().microbatches_for(self.layout.pp, number) for number in found]
 
     def forwards(self, samples: int) -> list[list[int]]:
         """The samples that go through the model at the same time, over all ranks."""

@@ -38,7 +38,7 @@ def missing_all_reduce() -> Iterator[None]:
     """No gradient leaves its data-parallel rank."""
 
     def make(original: Any) -> Any:
-        return lambda engine, last: original(engine, False)
+        return lambda engine, last, **more: original(engine, False, **more)
 
     # DDP averages in the last backward; where it has no part, it is done after it.
     with (
@@ -126,7 +126,8 @@ def local_clip() -> Patching:
         assert bound is not None
         square = torch.zeros((), dtype=torch.float64)
         for parameter, gradient in zip(_held(engine), own, strict=True):
-            if engine.place.tp == 0 or dict(cuts(parameter)).get("tp") is not None:
+            counted = engine.place.tp == 0 or "tp" in dict(cuts(parameter))
+            if counted and id(parameter) not in engine.spread._duplicates:
                 square += gradient.double().square().sum()
         norm = _by_reader(engine, square)[engine.place.dp].sqrt()
         for gradient in own:

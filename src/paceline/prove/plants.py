@@ -34,7 +34,9 @@ class Plant:
     unsplit: bool = False
     """Whether ranks must hold whole parameters (``zero=0``, ``tp=1``)."""
     split: bool = False
-    """Whether ranks must hold parts of parameters."""
+    """Whether ranks must hold parts of parameters (``zero`` or ``tp``)."""
+    parts: bool = False
+    """Whether ranks must hold parts of the model (``zero``, ``tp`` or ``pp``)."""
     accumulation: bool = False
     clipping: bool = False
     uneven: bool = False
@@ -94,10 +96,12 @@ def _problems(plant: Plant, case: Case, global_batch: int) -> list[str]:
             f"plant {plant.name!r} needs tp=1, where ranks hold whole parameters, but {told} has "
             f"tp={layout.tp}; see 'stale-shard'"
         )
-    if plant.split and layout.shards == 1 and layout.tp == 1:
+    split = layout.shards > 1 or layout.tp > 1
+    if (plant.split and not split) or (plant.parts and not split and layout.pp == 1):
         problems.append(
-            f"plant {plant.name!r} needs parameters of which ranks hold parts, but {told} has "
-            "neither zero over several ranks nor tp"
+            f"plant {plant.name!r} needs ranks that hold parts of "
+            f"{'parameters (zero, tp)' if plant.split else 'the model (zero, tp, pp)'}, but on "
+            f"{told} each rank holds them whole"
         )
     if plant.accumulation and not case.accumulates(global_batch):
         problems.append(
@@ -180,7 +184,7 @@ PLANTS = {
             "shard-clip",
             "each rank clips by the norm of the part that it holds",
             axis_plants.shard_clip,
-            split=True,
+            parts=True,
             clipping=True,
         ),
         Plant(

@@ -98,6 +98,8 @@ def _own_scale(e: Evidence, weights: list[float], pieces: Pieces) -> Cause | Non
     factors = _factors(e, weights, pieces)
     if not factors:
         return None
+    if _by_microbatches(e, factors):
+        return _pipeline_scale(f"each rank's samples count by {_listed(e, factors)}")
     if e.clip_norm is not None and _is_clipping(e, factors):
         return Cause(
             "local-clip",
@@ -155,15 +157,10 @@ def one_factor(e: Evidence, factor: float) -> Cause | None:
             f"{words}, and only when a rank runs several microbatches: their gradients are not "
             "averaged over the accumulation",
         )
-    count = e.case.microbatches(e.samples) if e.case.layout.pp > 1 else 1
-    if count not in (1, dp) and (near(factor, count) or near(factor * count, 1)):
-        return Cause(
-            "pipeline-scale",
-            f"{words}, {'' if factor > 1 else 'one over '}the number of the pipeline's "
-            "microbatches: the loss of each is scaled as if it were the whole batch's, or their "
-            "sum is divided once more",
-        )
-    readers = "data-parallel ranks" + (" (and of the pipeline's microbatches)" * (count == dp > 1))
+    counts = set(e.case.microbatches(e.samples)) if e.case.layout.pp > 1 else set()
+    if dp not in counts and _by_microbatches(e, dict.fromkeys(range(dp), factor)):
+        return _pipeline_scale(words)
+    readers = "data-parallel ranks" + (" (and of the pipeline's microbatches)" * (dp in counts))
     for degree, axis in ((dp, readers), (size, "ranks")):
         if degree > 1 and near(factor, degree):
             return Cause(
@@ -176,3 +173,23 @@ def one_factor(e: Evidence, factor: float) -> Cause | None:
                 f"{words}, one over the number of {axis}: an average that should be a sum",
             )
     return Cause("scaled-gradient", f"{words}: the loss or the gradient is scaled wrongly")
+
+
+def _by_microbatches(e: Evidence, factors: dict[int, float]) -> bool:
+    """Whether the factors are the ranks' numbers of pipeline microbatches, or one over them."""
+    if e.case.layout.pp == 1:
+        return False
+    counts = e.case.microbatches(e.samples)
+    if max(counts) == 1:
+        return False
+    return all(near(factor, counts[rank]) for rank, factor in factors.items()) or all(
+        near(factor * counts[rank], 1) for rank, factor in factors.items()
+    )
+
+
+def _pipeline_scale(what: str) -> Cause:
+    return Cause(
+        "pipeline-scale",
+        f"{what}, which is the number of the pipeline's microbatches, or one over it: the loss of "
+        "each is scaled as if it were the whole batch's, or their sum is divided once more",
+    )

@@ -15,6 +15,7 @@ from paceline.events import (
     CheckpointSaved,
     EpochDone,
     EvalDone,
+    MemoryMeasured,
     NonFinite,
     Note,
     RunFinished,
@@ -61,6 +62,7 @@ class Loop:
         self.evaluation_due = False
         self.best = math.inf
         self.samples = 0
+        self._steps_run = 0
         self._unreported: list[tuple[int, StepResult, float]] = []
 
     @property
@@ -115,7 +117,7 @@ class Loop:
         waited_from = time.perf_counter()
         for batch in self.train:
             epoch = self.trainer.epoch = self._epoch_of_batch()
-            result = self.engine.step(batch)
+            result = self._step(batch)
             self._step_done(epoch, result, time.perf_counter() - waited_from)
             over = self.train.epoch > epoch
             if over:
@@ -131,6 +133,28 @@ class Loop:
         if not over:  # a stream tells that it has ended only when asked for more
             self._epoch_done(self.trainer.epoch)
         return self.stops.agree()
+
+    def _step(self, batch: Any) -> StepResult:
+        self._steps_run += 1
+        # The second: the first spreads the model and makes the optimizer's state.
+        if not self.trainer.measure_memory or self._steps_run != 2:
+            return self.engine.step(batch)
+        with self.engine.measuring_memory():
+            result = self.engine.step(batch)
+        ranks = self.engine.memory()
+        self.reporter.emit(
+            MemoryMeasured(
+                step=result.step,
+                parameters=[memory.parameters for memory in ranks],
+                gradients=[memory.gradients for memory in ranks],
+                optimizer=[memory.optimizer for memory in ranks],
+                buffers=[memory.buffers for memory in ranks],
+                activations=[memory.activations or 0 for memory in ranks],
+                peak=[memory.peak or 0 for memory in ranks],
+                current=[memory.current for memory in ranks],
+            )
+        )
+        return result
 
     def _epoch_of_batch(self) -> int:
         share = self.train.share

@@ -46,6 +46,7 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
         global_batch=config.batch.global_batch,
         run_dir=run_dir,
         seed=config.seed,
+        measure_memory=config.track.memory,
         progress=False,  # the launcher reads the events and shows them
         data=DataOptions(
             workers=config.data.workers,

@@ -54,6 +54,7 @@ class Trainer:
         progress: show a progress bar, or lines where the output is not a terminal.
         data, evaluation, checkpoint: how batches are drawn, when to evaluate, what to save.
         timeout: seconds a rank waits for the others.
+        measure_memory: measure the second step, and report the bytes on each rank as an event.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Trainer:
         evaluation: Evaluation = Evaluation(),
         checkpoint: Checkpointing = Checkpointing(),
         timeout: float | None = None,
+        measure_memory: bool = False,
         **engine: Unpack[EngineOptions],
     ) -> None:
         own = inspect.signature(Trainer).parameters.keys() - {"engine"}
@@ -92,6 +94,7 @@ class Trainer:
         self.progress = progress
         self.data, self.evaluation, self.checkpoint = data, evaluation, checkpoint
         self.timeout = timeout
+        self.measure_memory = measure_memory
         self.engine_options = engine
         # Where this rank writes events; fit(nproc=…) sets it where there is no run_dir.
         self.events_dir = self.run_dir

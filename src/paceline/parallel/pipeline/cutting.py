@@ -14,8 +14,9 @@ from paceline.parallel.pipeline.balance import lightest_cuts
 from paceline.parallel.pipeline.glue import Name
 from paceline.parallel.pipeline.options import Pipelining
 from paceline.parallel.pipeline.plan import CutPlan
-from paceline.parallel.pipeline.runs import MeasuringRun, Rehearsal, ShapeRun
+from paceline.parallel.pipeline.shape_run import MeasuringRun, ShapeRun
 from paceline.parallel.pipeline.skeleton import Binding, Skeleton
+from paceline.parallel.pipeline.stage_run import Rehearsal
 
 _MEASURED = 3
 
@@ -37,11 +38,15 @@ def cut(
     options = options or Pipelining()
     stages = options.stages(pp)
     model = model_of(module)
-    skeleton = Skeleton(model, _extra_units(model, options.cuts or ()))
+    extra = _extra_units(model, options.cuts or ())
+    hooks = _hooks(model)
+    skeleton = Skeleton(model, extra)
     try:
-        watch = _Buffers(skeleton)
-        shapes = skeleton.shapes(run_probe, [name for name, _ in model.named_parameters()])
-        watch.check()
+        shapes = _watched(skeleton, run_probe, options.balance)
+        if _hooks(model) != hooks:  # a model may put hooks on its modules when it first runs
+            skeleton.catching.restore()
+            skeleton = Skeleton(model, extra)
+            shapes = _watched(skeleton, run_probe, options.balance)
         _check_enough(shapes.units, stages, pp)
         if options.cuts is not None:
             starts = _named_cuts(options.cuts, shapes.units, stages, pp, model)
@@ -52,11 +57,39 @@ def cut(
             costs = _costs(skeleton, shapes, balance, run_probe)
             traffic = [_bytes(shapes, _needed(shapes, a)) for a in range(len(shapes.units))]
             starts = lightest_cuts(costs, stages, traffic)
+        _check_escapes(shapes, starts)
         plan = _plan(skeleton, shapes, [0, *starts], costs, balance)
         _rehearse(skeleton, shapes, plan, run_probe)
     finally:
         skeleton.catching.restore()
     return plan
+
+
+def _hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def _watched(skeleton: Skeleton, run_probe: Callable[[], Any], balance: str) -> ShapeRun:
+    buffers = _Buffers(skeleton)
+    shapes = skeleton.shapes(
+        run_probe,
+        [name for name, _ in skeleton.model.named_parameters()],
+        count_flops=balance == "flops",
+    )
+    buffers.check()
+    return shapes
+
+
+def _check_escapes(shapes: ShapeRun, starts: Sequence[int]) -> None:
+    for call, place, where in shapes.escaped:
+        for start in starts:
+            if call < start and place > 2 * start:
+                raise LayoutError(
+                    f"pipeline: a value that {shapes.units[call]!r} computes leaves it by a side "
+                    f"way (a hook, or an attribute) and is used on a later stage ({where}). Only "
+                    "what modules return can cross. Return it, or cut so that both are on one "
+                    "stage: Pipelining(cuts=[...])."
+                )
 
 
 def _extra_units(model: nn.Module, cuts: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ with 2.11 to 2.13): everything Paceline needs of them is in this file.
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 """What torch raises where a computation needs the values of a tensor that has none."""
@@ -51,6 +52,28 @@ def is_fake(value: object) -> bool:
 def innermost_mode() -> TorchFunctionMode | None:
     """The torch function mode that sees a call first."""
     return _get_current_function_mode()
+
+
+class Birth(TorchDispatchMode):
+    """Notes in which call of a unit a fake tensor comes into being."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if is_fake(value) and born_in(value) is None:
+                value._paceline_born = self._call
+        return result
+
+
+def born_in(tensor: Tensor) -> int | None:
+    """The call of a unit in which a fake tensor came into being, if it was one."""
+    return getattr(tensor, "_paceline_born", None)
 
 
 class Fakes:

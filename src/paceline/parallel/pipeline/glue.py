@@ -40,6 +40,10 @@ _CONSTANT = frozenset(
 _TENSOR_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data", "grad"))
 
 
+class Over(BaseException):
+    """Leaves a model's forward where the next stage begins; no ``except Exception`` stops it."""
+
+
 class Mark(NamedTuple):
     """Says which value a tensor is in one run; ``absent`` where the tensor does not hold it."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.parallel.pipeline.glue import Name
-from paceline.parallel.pipeline.runs import describe
+from paceline.parallel.pipeline.words import describe
 
 
 @dataclass(frozen=True)

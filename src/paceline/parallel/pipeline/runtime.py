@@ -18,7 +18,7 @@ from paceline.parallel.pipeline.crossing import wire_spec
 from paceline.parallel.pipeline.cutting import model_of
 from paceline.parallel.pipeline.options import Pipelining
 from paceline.parallel.pipeline.plan import CutPlan
-from paceline.parallel.pipeline.runs import ShapeRun
+from paceline.parallel.pipeline.shape_run import ShapeRun
 from paceline.parallel.pipeline.signature import signature
 from paceline.parallel.pipeline.skeleton import Skeleton
 from paceline.parallel.pipeline.stage import Context, Microbatch, StageModule, StageWork, Traffic
@@ -245,7 +245,9 @@ class Pipeline:
                 del self._shapes[next(iter(self._shapes))]
             with self._context():
                 self._shapes[key] = self._skeleton.shapes(
-                    lambda: self._module(part, 1), self.plan.used_in_glue, len(self.plan.units)
+                    lambda: self._module(part, 1),
+                    self.plan.used_in_glue,
+                    calls_wanted=len(self.plan.units),
                 )
         return self._shapes[key]
 

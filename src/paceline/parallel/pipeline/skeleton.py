@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError
 from paceline.parallel.pipeline.fakes import NEEDS_DATA, Fakes
-from paceline.parallel.pipeline.glue import Run
-from paceline.parallel.pipeline.runs import NeedsValues, Over, ShapeRun, where_in_model
+from paceline.parallel.pipeline.glue import Over, Run
+from paceline.parallel.pipeline.shape_run import NeedsValues, ShapeRun
 from paceline.parallel.pipeline.units import Catching, Slot, find_units, slots_of
+from paceline.parallel.pipeline.words import where_in_model
 
 Binding = tuple[Slot, nn.Parameter, str]
 """Where to put which parameter for a while, and its name."""
@@ -62,17 +63,17 @@ class Skeleton:
                 yield
 
     def shapes(
-        self, probe: Callable[[], Any], parameters: Iterable[str], calls_wanted: int | None = None
+        self, probe: Callable[[], Any], parameters: Iterable[str], **options: Any
     ) -> ShapeRun:
         """Run the model on fakes; ``probe`` calls it. ``parameters`` are those that glue uses."""
         self._follow_modes()
         bindings = self.stands_in(parameters)
-        run = ShapeRun(self.fakes, self.twins, calls_wanted=calls_wanted)
+        run = ShapeRun(self.fakes, self.units, self.twins, **options)
         try:
             self._shapes(run, bindings, probe)
         except NEEDS_DATA as error:
             # Perhaps all modules were through, and only the loss looks at values.
-            again = ShapeRun(self.fakes, self.twins, real_after=run.calls)
+            again = ShapeRun(self.fakes, self.units, self.twins, real_after=run.calls, **options)
             try:
                 self._shapes(again, bindings, probe)
             except (NeedsValues, *NEEDS_DATA) as second:
@@ -81,8 +82,11 @@ class Skeleton:
         return run
 
     def _shapes(self, run: ShapeRun, bindings: Sequence[Binding], probe: Callable[[], Any]) -> None:
-        with _unchanged_rng(self.model), self.running(run, bindings):
-            run.note(probe(), run.place + 1)
+        try:
+            with _unchanged_rng(self.model), self.running(run, bindings):
+                run.note(probe(), run.place + 1)
+        finally:
+            run.give_back()
 
     def _follow_modes(self) -> None:
         """Let the twins train or evaluate as their originals do."""

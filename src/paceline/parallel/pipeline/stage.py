@@ -15,8 +15,9 @@ from paceline.errors import LayoutError
 from paceline.parallel.pipeline.crossing import enter, leave
 from paceline.parallel.pipeline.cutting import stage_bindings
 from paceline.parallel.pipeline.plan import CutPlan
-from paceline.parallel.pipeline.runs import ShapeRun, StageRun
+from paceline.parallel.pipeline.shape_run import ShapeRun
 from paceline.parallel.pipeline.skeleton import Skeleton
+from paceline.parallel.pipeline.stage_run import StageRun
 from paceline.parallel.term import Term
 
 Context = Callable[[], AbstractContextManager[Any]]

@@ -85,7 +85,7 @@ class _Mixing(TorchFunctionMode):
                 return result
         if any(is_packed(t) for t in split):
             return _packed(func, args, kwargs)
-        logits = any(_is_uneven(t) or are_logits(t) for t in split)
+        logits = any(are_logits(t) for t in split)
         if func in _LOOKS_AT_VALUES or (logits and func not in _KEEPS_CLASSES):
             return _whole(func, args, kwargs)
         if _works_in_place(func) and not isinstance(args[0], DTensor):
@@ -158,11 +158,6 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _mapped(item, change) for key, item in value.items()}
     return value
-
-
-def _is_uneven(tensor: DTensor) -> bool:
-    found = split_of(tensor)
-    return found is not None and tensor.shape[found[0]] % tensor.device_mesh.size() != 0
 
 
 def _works_in_place(func: Any) -> bool:
@@ -359,7 +354,9 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _apart(packed.item),
 }
 _CASTS = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type)
+# DTensor answers these from one rank's part of a sum or of an uneven tensor (torch 2.13).
 _LOOKS_AT_VALUES = {
+    *(torch.any, Tensor.any, torch.all, Tensor.all),
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__),
     *(Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__complex__, Tensor.__index__),
     *(Tensor.__format__, Tensor.__contains__, Tensor.is_nonzero),
