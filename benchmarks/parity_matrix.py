@@ -38,6 +38,7 @@ PRELOAD = [
     "paceline.parallel.pipeline",
     "paceline.parallel.tensor",
     "paceline.parallel.shard",
+    "paceline.models.gpt",
     *(
         f"transformers.models.{name}.modeling_{name}"
         for name in ("gpt2", "llama", "qwen2", "qwen3", "bert")

@@ -97,7 +97,7 @@ def compositions() -> list[Row]:
         wanted = {part for row in left for part in itertools.combinations(enumerate(row), size)}
         wanted -= {part for row in chosen for part in itertools.combinations(enumerate(row), size)}
         while wanted and (size == 2 or len(chosen) < AT_LEAST):
-            best = max(left, key=lambda row: (_new(row, size, wanted), -row.world))
+            best = max(left, key=lambda row: (_new(row, size, wanted) / row.world, -row.world))
             chosen.append(best)
             left.remove(best)
             wanted -= set(itertools.combinations(enumerate(best), size))

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from parallel import tensor_cases as cases
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
@@ -24,6 +23,7 @@ from paceline.parallel.tensor import (
     plain,
 )
 from paceline.parallel.tensor.shards import cut, placement, wrap
+from parallel import tensor_cases as cases
 
 
 @pytest.mark.world(2)

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from parallel import tensor_cases as cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,6 +22,7 @@ from paceline.parallel.tensor import (
     mixing,
     plain,
 )
+from parallel import tensor_cases as cases
 
 OWN = ["gpt tied", "gpt untied", "mlp", "convnet", "encoder", "vision"]
 HUGGING_FACE = ["gpt2", "llama eager", "qwen2", "qwen3", "bert"]

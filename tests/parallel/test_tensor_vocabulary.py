@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from parallel import tensor_cases as cases
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -20,6 +19,7 @@ from paceline.parallel.tensor import (
     mixing,
     plain,
 )
+from parallel import tensor_cases as cases
 
 TOKENS = torch.arange(16).view(2, 8) * 7 % 257
 TARGETS = (TOKENS + 3) % 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -217,6 +218,28 @@ def test_a_layout_that_crashes_fails_and_the_others_go_on(rank_pool: RankPool) -
     )
     assert [row.verdict for row in report.rows] == ["failed", "same"], str(report)
     assert "two is a crowd" in str(report)
+
+
+def test_a_model_that_is_built_differently_each_time(rank_pool: RankPool) -> None:
+    def build() -> nn.Module:
+        model = make_mlp()
+        with torch.no_grad():
+            model[0].bias.fill_(os.getpid())
+        return model
+
+    report = paceline.verify(
+        build,
+        optimizer=sgd,
+        loss=nn.CrossEntropyLoss(),
+        data=make_vectors(12),
+        layouts=["dp=2,zero=1"],
+        global_batch=6,
+        steps=1,
+        pool=rank_pool,
+    )
+    first = report.rows[0].first
+    assert first is not None
+    assert (report.rows[0].cause, first.tensor, first.step) == ("another-start", "0.bias", 0)
 
 
 def test_what_is_refused_is_told_and_the_others_go_on(rank_pool: RankPool) -> None:

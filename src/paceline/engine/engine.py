@@ -198,8 +198,9 @@ class Engine:
     def _sample(self, batch: Any) -> Any:
         """A microbatch like those to come, where the model's parameters are."""
         part = self._cut(batch)[0] if self._local.samples(batch) else placeholder(batch)
-        first = next(self.model.parameters()).device  # "meta", or where a device map starts from
-        device = first if self._on_meta or self._is_mapped else self.device
+        # Placing by a device map starts from where the model is, and meta models run nowhere.
+        first = next(self.model.parameters()).device
+        device = first if self._is_mapped else torch.device("cpu") if self._on_meta else self.device
         return move(part, device, self._precision.batch_dtype)
 
     def _run_sample(self, part: Any) -> Term:
@@ -222,7 +223,11 @@ class Engine:
         saved_buffers = self._copy_buffers() if self.options["nonfinite"] == "skip" else {}
         parts = self._parts(batch)
         lr = self._set_lr()
-        sums = self._accumulate(parts, self._local.samples(batch))
+        try:
+            sums = self._accumulate(parts, self._local.samples(batch))
+        except BaseException:
+            self.spread.reset()
+            raise
         norm = self._finish_gradients(sums)
         numbers = Numbers(sums.world, norm)
         unread, self._unread = self._unread, None

@@ -41,11 +41,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
-        self.apply(_init)
-        for name, parameter in self.named_parameters():
-            if name.endswith("out.weight"):
-                # Each block adds two terms to the residual stream: keep its variance near one.
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
+        self.apply(self._init_weights)
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -62,6 +58,25 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Values for one module; a model from the meta device gets them from here, too."""
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.Linear):
+            # Each block adds two terms to the residual stream: keep its variance near one.
+            adds = isinstance(module, ResidualLinear)
+            std = 0.02 / math.sqrt(2 * len(self.blocks)) if adds else 0.02
+            nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+
+class ResidualLinear(nn.Linear):
+    """The last layer of a branch, whose output is added to the residual stream."""
 
 
 class Block(nn.Module):
@@ -88,7 +103,7 @@ class Attention(nn.Module):
         self.heads = heads
         self.dropout = dropout
         self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.out = ResidualLinear(width, width)
         self.residual_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +124,7 @@ class MLP(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
-        self.out = nn.Linear(4 * width, width)
+        self.out = ResidualLinear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,10 +139,3 @@ def token_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     """
     total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
     return total, (targets != -100).sum()
-
-
-def _init(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)

@@ -13,7 +13,7 @@ A device map, which is for one process alone, places the model before anything e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from paceline.parallel.pipeline import Pipeline, Pipelining, cut
 from paceline.parallel.recompute import Recompute, recompute
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded, Sharding, shard
+from paceline.parallel.shard_units import find_units
 from paceline.parallel.spread import Context, LossFirst, Spread, stage_group
 from paceline.parallel.tensor import TensorParallel, TensorPlan, apply_plan, make_plan, mixing
 from paceline.world import World, collectives
@@ -93,6 +94,8 @@ def spread(
     if layout.tp > 1:
         entered = _both(context, lambda: mixing(world.mesh(layout)["tp"]))
         plan = collectives.broadcast_object(_tensor_plan(model, layout, ways, sample))
+    # Before cutting: a pattern may name modules of which a stage holds none.
+    units = find_units(model, ways.sharding.units) if layout.zero else []
     if layout.pp > 1:
         pipeline = _cut(module, layout, world, ways, entered, sample)
     if layout.tp > 1:
@@ -105,7 +108,7 @@ def spread(
     if layout.zero:
         called = module if pipeline is not None else LossFirst(module)
         roots = [called] if pipeline is None else list(pipeline.stages)
-        sharded = [shard_root(root, model, layout, world, ways) for root in roots]
+        sharded = [shard_root(root, model, layout, world, ways, units) for root in roots]
     if materialise is not None:
         materialise()
     if layout.zero == 0 and layout.dp > 1 and pipeline is None and layout.tp == 1:
@@ -183,15 +186,28 @@ def _compile(module: nn.Module, model: nn.Module, *, whole: bool) -> None:
 
 
 def shard_root(
-    root: nn.Module, model: nn.Module, layout: Layout, world: World, ways: Ways
+    root: nn.Module,
+    model: nn.Module,
+    layout: Layout,
+    world: World,
+    ways: Ways,
+    units: Sequence[str] | None = None,
 ) -> Sharded:
-    """Shard ``root``, what is called with each microbatch, over the data-parallel ranks."""
+    """Shard ``root``, what is called with each microbatch, over the data-parallel ranks.
+
+    ``units`` are the names, in ``model``, of what is gathered as a whole; those that another
+    pipeline stage holds are left to it.
+    """
     mesh = world.mesh(layout)
+    if units is not None:
+        held = set(root.modules())
+        units = [name for name in units if model.get_submodule(name) in held]
     return shard(
         root,
         mesh["copies", "shards"] if layout.copies > 1 else mesh["shards"],
         stage=layout.zero,
         sharding=ways.sharding,
-        model=model if layout.pp == 1 else None,
+        model=model,
+        units=units,
         zero_bubble=layout.pp > 1 and ways.pipeline.schedule in ZERO_BUBBLE,
     )

@@ -9,7 +9,6 @@ is computing. Between steps every rank holds its pieces alone, whatever the stag
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -264,7 +263,6 @@ class Sharded:
         if on_cpu and backend_by_device(self.mesh.get_group(0)).get("cpu") == "gloo":
             for unit in self._units:
                 unit.set_custom_reduce_scatter(ExchangeAndSum())  # type: ignore[arg-type]
-        _sharded[root] = self
 
     def communicate(self, *, last: bool, counts: bool = True) -> None:
         """Call before each microbatch's forward; ``last`` says whether it ends the step.
@@ -331,17 +329,3 @@ class Sharded:
         finally:
             for unit in self._units:
                 unit.reshard()
-
-
-_sharded: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
-
-
-def communicate(root: nn.Module, stage: int, *, last: bool, counts: bool = True) -> None:
-    """:meth:`Sharded.communicate` of a module that was cut with ``zero=stage``."""
-    assert _sharded[root].stage == stage
-    _sharded[root].communicate(last=last, counts=counts)
-
-
-def finish(root: nn.Module) -> None:
-    """:meth:`Sharded.finish` of a module that was cut."""
-    _sharded[root].finish()

@@ -97,6 +97,11 @@ class Spread:
 
         return Term(plain(term.total), term.count, plain(term.output))
 
+    def reset(self) -> None:
+        """Forget a step that failed half way."""
+        for sharded in self._sharded:
+            sharded.reset()
+
     def finish_gradients(self) -> None:
         """What remains to be exchanged after the last backward of a step."""
         parameters = [p for own in self.held.values() for p in own]

@@ -25,6 +25,17 @@ def likely_cause(evidence: Evidence) -> Cause:
     )
 
 
+def _another_start(e: Evidence) -> Cause | None:
+    if e.place.step > 0:
+        return None
+    return Cause(
+        "another-start",
+        f"the {e.place.kind} differs before the first step{e.who}: building the model does not "
+        "give the same values every time (it draws from something that torch.manual_seed does not "
+        "seed), or they changed when the model was spread",
+    )
+
+
 def _plain_batch_norm(e: Evidence) -> Cause | None:
     if e.sync_batchnorm or not e.reference.facts.live_norms or e.case.layout.dp == 1:
         return None
@@ -169,6 +180,7 @@ def _forward(e: Evidence) -> Cause | None:
 
 
 _RULES: tuple[Callable[[Evidence], Cause | None], ...] = (
+    _another_start,
     _plain_batch_norm,
     _randomness,
     _broken_tie,

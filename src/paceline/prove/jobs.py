@@ -19,6 +19,7 @@ from paceline.prove.measure import (
     Measure,
     Place,
     Values,
+    far_apart,
     is_stale,
     sketch,
 )
@@ -164,6 +165,8 @@ def run_layout(
         outcome = Outcome({}, [], run.facts, {})
         comparison = Comparison(subject.precision)
         before = load(folder, 0)
+        for (kind, name), one in far_apart(run.state(), before, floor).items():
+            outcome.measures[Place(0, kind, name)] = one
         for step, values in run.run():
             reference = load(folder, step)
             for (kind, name), one in comparison.measure(values, reference, before).items():

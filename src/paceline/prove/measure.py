@@ -125,6 +125,19 @@ class Comparison:
             self._masks[name] = self._masks[name] | mask if name in self._masks else mask
 
 
+def far_apart(values: Values, reference: Values, bound: float) -> dict[tuple[str, str], Measure]:
+    """What differs by more than ``bound`` between two states, by kind and name."""
+    found = {}
+    for kind in ("parameter", "buffer"):
+        floor = _SMALL * _largest(reference[kind])
+        for name, right in reference[kind].items():
+            if name in values[kind]:
+                one = _one(values[kind][name], right, None, floor)
+                if one.difference > bound:
+                    found[kind, name] = one
+    return found
+
+
 def _one(value: Tensor, reference: Tensor, before: Tensor | None, floor: float) -> Measure:
     if value.shape != reference.shape:
         return Measure(math.inf, math.nan, math.inf, False, False)

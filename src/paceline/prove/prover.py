@@ -179,6 +179,8 @@ class Prover:
             measure=measure,
             wrong=wrong_in(outcomes, judge, place.step),
         )
+        if place.step == 0:  # nothing has been computed yet
+            return likely_cause(evidence)
         weights = None
         if evidence.differs("gradient") and not reference.facts.live_norms:
             self.tell(f"{case}: looking for the cause")

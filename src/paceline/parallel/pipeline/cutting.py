@@ -345,6 +345,7 @@ def _rehearse(
             received=received,
             wanted=wanted,
             replacements={},
+            pass_over=skeleton.pass_over,
         )
         bindings = stage_bindings(skeleton, plan, stage, parameters.__getitem__)
         with torch.no_grad(), skeleton.running(run, bindings):

@@ -33,6 +33,7 @@ class Skeleton:
             name: self.fakes.parameter(parameter) for name, parameter in model.named_parameters()
         }
         self.twins = {name: self._twin(name, unit) for name, unit in self.units.items()}
+        self._hooks = {name: _forward_hooks(unit) for name, unit in self.units.items()}
         self.catching = Catching(self.units)
 
     def _twin(self, name: str, unit: nn.Module) -> nn.Module:
@@ -44,6 +45,12 @@ class Skeleton:
                 "stages that do not hold it need a copy without data to know its outputs. Make it "
                 "work with copy.deepcopy."
             ) from error
+
+    def pass_over(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Let the user's hooks on a unit see what it would have returned, had it been called."""
+        for hook, with_kwargs in self._hooks[name]:
+            given = (args, kwargs) if with_kwargs else (args,)
+            hook(self.units[name], *given, result)
 
     def stands_in(self, names: Iterable[str]) -> list[Binding]:
         """Fakes for the parameters ``names``, wherever they are held."""
@@ -94,6 +101,14 @@ class Skeleton:
             modes = {path: module.training for path, module in unit.named_modules()}
             for path, module in self.twins[name].named_modules():
                 module.training = modes.get(path, unit.training)
+
+
+def _forward_hooks(unit: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
+    """The hooks that are on a unit before sharding and the like add theirs."""
+    return [
+        (hook, number in unit._forward_hooks_with_kwargs)
+        for number, hook in unit._forward_hooks.items()
+    ]
 
 
 @contextmanager

@@ -135,6 +135,7 @@ class StageWork:
             received=dict(zip(self.receives, enter(received, specs), strict=True)),
             wanted=self.sends,
             replacements=self._replacements,
+            pass_over=self._skeleton.pass_over,
         )
         bindings = stage_bindings(self._skeleton, self._plan, self.index, self.parameter)
         term: Term | None = None

@@ -34,12 +34,13 @@ class StageRun(Run):
         received: Mapping[Name, Tensor],
         wanted: Collection[Name],
         replacements: Mapping[str, Callable[..., Any]],
+        pass_over: Callable[[str, Any, Any, Any], None],
     ) -> None:
         super().__init__()
         self._fakes, self._units, self._templates, self._late = fakes, units, templates, late
         self._first, self._last = first, last
         self._received, self._wanted = received, frozenset(wanted)
-        self._replacements = replacements
+        self._replacements, self._pass_over = replacements, pass_over
         self._started = first == 0
         self.found: dict[Name, Tensor] = {}
         for name, tensor in received.items():
@@ -94,6 +95,7 @@ class StageRun(Run):
                 result = self.run_unit(name, call, args, kwargs)
             else:
                 result = fill(self._templates[self.calls], (args, kwargs), self._fakes)
+                self._pass_over(name, args, kwargs, result)
         self.after_call(result, given)
         return result
 
@@ -118,4 +120,6 @@ class Rehearsal(StageRun):
     def run_unit(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the unit would return, as zeros."""
         result = fill(self._templates[self.calls], (args, kwargs), self._fakes)
-        return change_leaves(result, zeros_like)
+        result = change_leaves(result, zeros_like)
+        self._pass_over(name, args, kwargs, result)
+        return result

@@ -8,6 +8,7 @@ takes it in split, which is then row-parallel, or until something needs it whole
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -305,6 +306,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def without_data(model: nn.Module) -> Iterator[None]:
     """Run what is inside on tensors that have shapes but no values; meta tensors may take part."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # A model that cannot run so is run with values: its failure is not worth a page of log.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
     exchanged: list[tuple[dict[str, Any], str, Any]] = []
     with mode:
         for module in model.modules():
@@ -319,9 +323,11 @@ def without_data(model: nn.Module) -> Iterator[None]:
         }
     for held, key, value in exchanged:
         held[key] = stand_ins[id(value)]
+    log.setLevel(logging.CRITICAL)
     try:
         with mode:
             yield
     finally:
+        log.setLevel(level)
         for held, key, value in exchanged:
             held[key] = value

@@ -120,7 +120,7 @@ def _roles(
             never = "it was not called as a module in the sample run"
             roles[name] = "replicate"
             reasons[name] = fixed.get(name, never)
-    _settle_ties(model, roles, reasons)
+    _settle_ties(model, roles, reasons, found.called)
     return roles, reasons
 
 
@@ -143,14 +143,18 @@ def _embedding_reason(
     return None
 
 
-def _settle_ties(model: nn.Module, roles: dict[str, str], reasons: dict[str, str]) -> None:
+def _settle_ties(
+    model: nn.Module, roles: dict[str, str], reasons: dict[str, str], called: set[str]
+) -> None:
     """Modules that share a weight must split it alike, or leave it whole together."""
     sharing: dict[int, list[str]] = {}
     for name in roles:
         weight = model.get_submodule(name)._parameters.get("weight")
         sharing.setdefault(id(weight), []).append(name)
     for names in sharing.values():
-        if len(names) < 2:
+        idle = [name for name in names if name not in called]  # bound by what the others do
+        names = [name for name in names if name in called]
+        if len(names) + len(idle) < 2 or not names:
             continue
         kinds = {name: kind_of(model.get_submodule(name)) for name in names}
         tables = [name for name in names if kinds[name] == "embedding"]
@@ -158,8 +162,9 @@ def _settle_ties(model: nn.Module, roles: dict[str, str], reasons: dict[str, str
         split = [name for name in names if roles[name] != "replicate"]
         same = all(kinds[n] == "out_first" and roles[n] in _BY_ROWS for n in others)
         if not split or (tables and same and all(roles[n] == "vocabulary" for n in tables)):
-            for name in split and [n for n in others if roles[n] == "replicate"]:
-                roles[name] = "gather"  # the table's rows are split, so this one's outputs are
+            for name in split and [n for n in (*others, *idle) if roles[n] == "replicate"]:
+                # The table's rows are split, so this one's outputs are.
+                roles[name] = "vocabulary" if name in idle else "gather"
                 reasons.pop(name, None)
             continue
         if len({(roles[n], kinds[n]) for n in names}) > 1:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # Private, and all that torch has for this; tests/parallel/test_tensor_shards.py tells (torch 2.13)
 # when its meaning changes.
@@ -100,8 +100,21 @@ def as_whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 def summed(local: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum of all ranks' ``local``, plain; the gradient of the sum is each rank's gradient."""
-    partial = DTensor.from_local(local, mesh, [Partial()], run_check=False)
-    return partial.redistribute(mesh, [Replicate()]).to_local()
+    return _Sum.apply(local, mesh)
+
+
+class _Sum(torch.autograd.Function):
+    """Not DTensor's way, whose result is a view that a model may not change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh) -> Tensor:
+        total = local.clone(memory_format=_CONTIGUOUS)
+        dist.all_reduce(total, group=mesh.get_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return grads[0], None
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -115,8 +128,11 @@ def gathered(tensor: Tensor) -> Tensor:
         apart = torch.Size((*shape[:dim], chunks, shape[dim] // chunks, *shape[dim + 1 :]))
         local = tensor.to_local().unflatten(dim, (chunks, -1))
         tensor = wrap(local, mesh, Shard(dim + 1), apart)
-        return tensor.redistribute(mesh, [Replicate()]).to_local().flatten(dim, dim + 1)
-    return tensor.redistribute(mesh, [Replicate()]).to_local()
+        whole = tensor.redistribute(mesh, [Replicate()]).to_local().flatten(dim, dim + 1)
+    else:
+        whole = tensor.redistribute(mesh, [Replicate()]).to_local()
+    # A view from inside DTensor's autograd function; a model may change what it gets in place.
+    return whole.clone() if whole.requires_grad else whole
 
 
 @torch.no_grad()
