@@ -146,7 +146,7 @@ def is_wrong(cell: dict[str, Any]) -> bool:
 
 def _show(what: str, cell: dict[str, Any]) -> None:
     if cell["verdict"] == "refused":
-        told = f"refused: {cell['words']}"
+        told = f"refused: {cell['words'].splitlines()[0]}"
     else:
         told = f"{cell['difference']:.0e}" if cell["verdict"] == "same" else cell["verdict"].upper()
     print(f"  {what}: {told} ({cell['seconds']} s)", flush=True)
@@ -210,10 +210,9 @@ def _told(cell: dict[str, Any] | None, reasons: list[str]) -> str:
     if cell["verdict"] != "refused":
         right = cell["verdict"] == "same" and not is_wrong(cell)
         return f"{cell['difference']:.0e}" if right else f"**{cell['verdict']}**"
-    # The reason names the layout first, which the row does already.
-    reason = (
-        cell["words"].partition(": ")[2] if cell["words"].startswith("layout ") else cell["words"]
-    )
+    # One that names each module is told by its first; the row names the layout already.
+    reason = " ".join(line.strip() for line in cell["words"].splitlines()[:2])
+    reason = reason.partition(": ")[2] if reason.startswith("layout ") else reason
     reason += f" (rule `{cell['rule']}`)" if cell["rule"] else ""
     if reason not in reasons:
         reasons.append(reason)

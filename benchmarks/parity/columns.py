@@ -110,7 +110,8 @@ def hugging_face(name: str, blocks: int) -> nn.Module:
         use_cache=False,
     )
     if name == "Llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=2, **shared))
+        shared["num_attention_heads"] = 8
+        return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=4, **shared))
     if name == "Qwen2":
         return hf.Qwen2ForCausalLM(
             hf.Qwen2Config(num_key_value_heads=4, tie_word_embeddings=True, **shared)

@@ -185,3 +185,54 @@ def test_prepare_shards_for_a_loop_of_ones_own(ranks: Any, layout: str) -> None:
     world_size = Layout.parse(layout).world_size
     for found in ranks(job, layout, world_size=world_size):
         torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2,zero=2,tp=2"])
+def test_fused_and_foreach_updates_take_split_and_whole_parameters(ranks: Any, layout: str) -> None:
+    def job(layout: str, how: str) -> Any:
+        model = make_gpt()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **{how: True})
+        engine = paceline.Engine(
+            model, optimizer=optimizer, loss=token_cross_entropy, layout=layout, precision="fp64"
+        )
+        for batch in batches(2):
+            engine.step(own_share(batch, engine.layout))
+        assert len(optimizer.param_groups) == 1
+        return engine.state_dict()["model"]
+
+    for how in ("fused", "foreach"):
+        expected = job("dp=1", how)
+        for state in ranks(job, layout, how, world_size=Layout.parse(layout).world_size):
+            torch.testing.assert_close(state, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=2", "tp=2"])
+@pytest.mark.world(2)
+def test_an_fp16_overflow_on_one_rank_is_everyones(ranks: Any, layout: str) -> None:
+    def job(layout: str) -> Any:
+        model = make_gpt()
+        engine = paceline.Engine(
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=lambda output, target: _exploding(output, target, engine),
+            layout=layout,
+            precision="fp16",
+        )
+        engine.steps = 0
+        batch = own_share(batches(1)[0], engine.layout)
+        first = engine.step(batch)
+        before = engine.whole_parameters()
+        engine.steps = 1
+        second = engine.step(batch)
+        return first.skipped, second.skipped, before, engine.whole_parameters()
+
+    for first, second, before, after in ranks(job, layout):
+        assert (first, second) == (False, True)
+        torch.testing.assert_close(before, after, rtol=0, atol=0)
+
+
+def _exploding(output: torch.Tensor, target: torch.Tensor, engine: Any) -> Any:
+    """In step 1 the first data-parallel rank's gradient overflows fp16, while its loss does not."""
+    total, count = token_cross_entropy(output, target)
+    bad = engine.steps == 1 and engine.place.dp == 0
+    return (total + (1e4 * (total - total.detach()) if bad else 0)), count

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.engine.loss import LossModule
+from paceline.engine.precision import Precision
 from paceline.models.gpt import GPT, token_cross_entropy
 from paceline.testing import make_resnet
 
 SCALE = 0.1
+# Hugging Face models cast to float32 on the way; this keeps them from it.
+DOUBLE = Precision("fp64", torch.device("cpu"))
 # The samples of each microbatch by step: even, uneven, another length with a placeholder last.
 STEPS = ((2, 2, 2, 2), (3, 1, 2, 3), (1, 2, 2, 1))
 PLACEHOLDER = (2, 3)
@@ -189,21 +192,22 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 def reference(name: str, shares: int = 1) -> Any:
     """Three steps in one process: losses, state, and the losses of an evaluation."""
     case = make(name)
-    trained = optimizer(p for p in case.module.parameters() if p.requires_grad)
+    trained = optimizer(case.module.parameters())
     losses = []
     for step in range(len(STEPS)):
         trained.zero_grad()
         total, count = 0.0, 0
         for share in range(shares):
             for batch, items in parts(case, step, share):
-                term = case.module(batch, items or 1)
+                with DOUBLE.forward():
+                    term = case.module(batch, items or 1)
                 if items:
                     (term.total * SCALE).backward()
-                    total, count = total + float(term.total), count + int(term.count)
+                    total, count = total + float(term.total.detach()), count + int(term.count)
         trained.step()
         losses.append(total / count)
     case.module.eval()
-    with torch.no_grad():
+    with torch.no_grad(), DOUBLE.forward():
         evaluated = [float(case.module(batch, items or 1).total) for batch, items in parts(case, 0)]
     state = {k: v.clone() for k, v in case.module.model.state_dict().items()}
     return losses, state, evaluated

@@ -17,7 +17,7 @@ from paceline.layout.schedules import build_schedule
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.pipeline import Pipeline, Pipelining, cut
 from parallel import pipeline_cases
-from parallel.pipeline_cases import SCALE, STEPS
+from parallel.pipeline_cases import DOUBLE, SCALE, STEPS
 
 CPU = torch.device("cpu")
 
@@ -26,11 +26,23 @@ def build(name: str, schedule: str, pp: int, mesh: Any = None) -> tuple[Any, Pip
     case = pipeline_cases.make(name)
     options = Pipelining(schedule=schedule)
     sample = case.batch(0, 2)
-    plan = cut(case.module, lambda: case.module(sample, 2), pp, options)
+
+    def probe() -> Any:
+        with DOUBLE.forward():
+            return case.module(sample, 2)
+
+    plan = cut(case.module, probe, pp, options)
     group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
     rank = dist.get_rank() if mesh is None else mesh.get_local_rank("pp")
     return case, Pipeline(
-        case.module, plan, rank=rank, pp=pp, group=group, device=CPU, options=options
+        case.module,
+        plan,
+        rank=rank,
+        pp=pp,
+        group=group,
+        device=CPU,
+        options=options,
+        context=DOUBLE.forward,
     )
 
 
@@ -48,7 +60,7 @@ def train(name: str, schedule: str, pp: int, reshard: bool | None = None) -> Any
                     stage.get_submodule(block), mesh=mesh["shards"], reshard_after_forward=reshard
                 )
             fully_shard(stage, mesh=mesh["shards"], reshard_after_forward=reshard)
-    trained = pipeline_cases.optimizer(p for _, p in pipeline.named_parameters() if p.requires_grad)
+    trained = pipeline_cases.optimizer(p for _, p in pipeline.named_parameters())
     losses = []
     scale = torch.tensor(SCALE * (2 if mesh is not None else 1), dtype=torch.float64)
     for step in range(len(STEPS)):
@@ -97,18 +109,15 @@ def assert_same_as_one_process(name: str, results: list[Any], shares: int = 1) -
         ("gpt", "1f1b"),
         ("gpt", "zbv"),
         ("mlp", "gpipe"),
-        ("mlp", "interleaved-1f1b"),
         ("resnet", "1f1b"),
         ("unet", "interleaved-zero-bubble"),
-        ("odd", "1f1b"),
         ("odd", "dualpipev"),
         ("repeated", "zbv"),
         ("frozen-start", "zbv"),
         ("frozen-end", "1f1b"),
-        ("gpt2", "dualpipev"),
+        ("gpt2", "interleaved-1f1b"),
         ("llama", "1f1b"),
-        ("qwen2", "gpipe"),
-        ("bert", "1f1b"),
+        ("bert", "gpipe"),
         ("t5", "zbv"),
     ],
 )
@@ -120,17 +129,14 @@ def test_two_ranks(ranks: Any, name: str, schedule: str) -> None:
     assert [r["live"] for r in results] == expected
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("unet", "1f1b"), ("t5", "1f1b")])
 @pytest.mark.world(4)
-def test_four_ranks(ranks: Any, name: str, schedule: str) -> None:
-    results = ranks(train, name, schedule, 4)
-    assert_same_as_one_process(name, results)
+def test_four_ranks(ranks: Any) -> None:
+    results = ranks(train, "unet", "1f1b", 4)
+    assert_same_as_one_process("unet", results)
     assert [r["live"] for r in results] == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "reshard"), [("1f1b", True), ("interleaved-1f1b", True), ("zbv", False)]
-)
+@pytest.mark.parametrize(("schedule", "reshard"), [("1f1b", True), ("zbv", False)])
 @pytest.mark.world(4)
 def test_sharded_stages(ranks: Any, schedule: str, reshard: bool) -> None:
     results = ranks(train, "gpt", schedule, 2, reshard)
@@ -145,8 +151,8 @@ def test_sharded_stages(ranks: Any, schedule: str, reshard: bool) -> None:
 @pytest.mark.world(2)
 def test_a_rank_holds_its_own_parameters_alone(ranks: Any) -> None:
     def held() -> tuple[int, int, bool]:
-        case, pipeline = build("llama", "1f1b", 2)
-        everything = sum(p.numel() for p in pipeline_cases.make("llama").module.parameters())
+        case, pipeline = build("unet", "1f1b", 2)
+        everything = sum(p.numel() for p in pipeline_cases.make("unet").module.parameters())
         real = sum(p.numel() for p in case.module.parameters() if not p.is_meta)
         own = sum(p.numel() for _, p in pipeline.named_parameters())
         return own, everything, own == real

@@ -257,3 +257,45 @@ def test_a_mesh_that_is_not_the_plans_is_refused(ranks):
             apply_plan(nn.Linear(4, 4), TensorPlan(4, {}), cases.tp_mesh())
 
     ranks(job)
+
+
+class InPlace(nn.Module):
+    """Changes what it gets from its layers, as many models do to save memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(64, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.act, self.head = nn.ReLU(inplace=True), nn.Linear(8, 64)
+
+    def forward(self, index):
+        x = self.table(index)
+        x *= 2
+        y = self.down(self.act(self.up(x)))
+        y += x
+        y[:, 0] = 0.0
+        return self.head(y).mul_(0.5)
+
+
+@pytest.mark.world(2)
+def test_a_model_may_change_outputs_in_place(ranks):
+    def job():
+        mesh = cases.tp_mesh()
+        torch.manual_seed(0)
+        whole = InPlace().double()
+        split = copy.deepcopy(whole)
+        index = torch.arange(12).view(3, 4)
+
+        def loss(model):
+            return F.cross_entropy(model(index).flatten(0, 1), index.flatten())
+
+        plan = make_plan(split, 2, sample=loss)
+        assert list(plan.roles.values()) == ["vocabulary", "column", "row", "vocabulary"]
+        apply_plan(split, plan, mesh)
+        loss(whole).backward()
+        with mixing(mesh):
+            loss(split).backward()
+        for a, b in zip(whole.parameters(), split.parameters(), strict=True):
+            assert cases.relative(full_tensor(b.grad), a.grad) < 1e-12
+
+    ranks(job)

@@ -25,7 +25,7 @@ from paceline.parallel.tensor import (
 from parallel import tensor_cases as cases
 
 OWN = ["gpt tied", "gpt untied", "mlp", "convnet", "encoder", "vision"]
-HUGGING_FACE = ["gpt2", "llama eager", "qwen2", "qwen3", "bert"]
+HUGGING_FACE = ["gpt2", "llama eager", "qwen3", "bert"]
 
 
 @pytest.mark.world(2)
@@ -51,7 +51,7 @@ def test_four_ranks_train_as_one_process_does(ranks):
 @pytest.mark.world(2)
 def test_sequence_parallel_changes_no_number(ranks):
     def job():
-        names = ["gpt untied", "gpt2", "llama"]
+        names = ["gpt untied", "qwen2"]
         return {name: cases.worst_after_three_steps(name, sequence=True) for name in names}
 
     for found in ranks(job, timeout=170):

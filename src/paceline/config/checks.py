@@ -160,6 +160,7 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 layout,
                 schedule=config.pipeline.schedule,
                 offload=config.sharding.offload,
+                shard_dtype=config.sharding.dtype,
                 recompute=str(config.checkpoint_activations),
             )
         )

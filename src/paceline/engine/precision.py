@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.overrides import TorchFunctionMode
 
+from paceline.engine.loss_scale import AgreedScaler
 from paceline.errors import TrainingError
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -62,11 +61,9 @@ class Precision:
             yield
 
 
-def _scaler(device: torch.device, sharded: bool) -> torch.amp.GradScaler:
+def _scaler(device: torch.device, sharded: bool) -> torch.amp.GradScaler | AgreedScaler:
     """A gradient scaler; where ranks hold parts of the gradient, one on which they all agree."""
-    if sharded and dist.is_initialized():
-        return ShardedGradScaler(device.type, process_group=dist.group.WORLD)
-    return torch.amp.GradScaler(device.type)
+    return AgreedScaler() if sharded else torch.amp.GradScaler(device.type)
 
 
 class _StayDouble(TorchFunctionMode):

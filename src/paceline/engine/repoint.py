@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from paceline.errors import TrainingError
@@ -50,6 +51,8 @@ class Groups:
                         for key, value in state[before].items()
                     }
         self._before.clear()  # lets go of the whole parameters
+        if any(len(_by_kind(group["params"])) > 1 for group in optimizer.param_groups):
+            _update_kind_by_kind(optimizer)
 
     def state(self, optimizer: Optimizer, held: Held) -> dict[str, dict[str, Any]]:
         """By name: the state of the whole of each parameter this rank holds a part of."""
@@ -97,6 +100,37 @@ class Groups:
 
     def _numbers(self) -> dict[str, int]:
         return {name: i for i, name in enumerate(n for names in self.names for n in names)}
+
+
+def _update_kind_by_kind(optimizer: Optimizer) -> None:
+    """Let each update see groups of one kind: torch's fused and foreach ones take no mixture.
+
+    Tensor parallelism leaves plain parameters beside DTensors. The user's groups are put back
+    after each update, so schedules and saved states see no others.
+    """
+    groups: list[dict[str, Any]] = []
+
+    def before(*_: Any) -> None:
+        groups[:] = optimizer.param_groups
+        optimizer.param_groups[:] = [
+            {**group, "params": params}
+            for group in groups
+            for params in _by_kind(group["params"]).values()
+        ]
+
+    def after(*_: Any) -> None:
+        optimizer.param_groups[:] = groups
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def _by_kind(parameters: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
+    kinds: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        kinds.setdefault(mesh, []).append(parameter)
+    return kinds
 
 
 def _spread(name: str, value: Any, before: nn.Parameter, parameter: nn.Parameter) -> Any:

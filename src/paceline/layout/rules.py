@@ -23,6 +23,7 @@ class Request:
     device_map: bool = False
     offload: str | None = None
     recompute: str | None = None
+    shard_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,22 @@ def _selective_needs_one_backward(request: Request) -> str | None:
     )
 
 
+def _pipeline_keeps_dtypes(request: Request) -> str | None:
+    if request.layout.pp == 1 or request.shard_dtype is None:
+        return None
+    return (
+        f"Sharding(dtype={request.shard_dtype!r}) changes the dtype of what stages of a pipeline "
+        "hand on, which is fixed when the model is cut. Use precision='bf16', which computes in "
+        "bf16 on every layout, and leave dtype out."
+    )
+
+
 RULES = (
     Rule("axis-not-available", _axis_not_available),
     Rule("replicas-need-zero", _replicas_need_zero),
     Rule("zero-bubble-keeps-parameters", _zero_bubble_keeps_parameters),
     Rule("selective-needs-one-backward", _selective_needs_one_backward),
+    Rule("pipeline-keeps-dtypes", _pipeline_keeps_dtypes),
     Rule("offload-needs-zero", _offload_needs_zero),
     Rule("pipeline-runs-backward", _pipeline_runs_backward),
     Rule("own-loop-has-no-sample", _own_loop_has_no_sample),

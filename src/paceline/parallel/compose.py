@@ -54,6 +54,7 @@ def check_layout(layout: Layout, ways: Ways, **more: bool) -> None:
             layout,
             schedule=ways.pipeline.schedule,
             offload=ways.sharding.offload,
+            shard_dtype=ways.sharding.dtype,
             recompute=None if ways.recompute is None else ways.recompute.mode,
             device_map=ways.device_map is not None,
             **more,

@@ -246,7 +246,7 @@ class Pipeline:
             with self._context():
                 self._shapes[key] = self._skeleton.shapes(
                     lambda: self._module(part, 1),
-                    self.plan.used_in_glue,
+                    self.plan.holders,
                     calls_wanted=len(self.plan.units),
                 )
         return self._shapes[key]

@@ -72,7 +72,7 @@ class Skeleton:
     def shapes(
         self, probe: Callable[[], Any], parameters: Iterable[str], **options: Any
     ) -> ShapeRun:
-        """Run the model on fakes; ``probe`` calls it. ``parameters`` are those that glue uses."""
+        """Run the model, which ``probe`` calls, on fakes; also for its ``parameters``."""
         self._follow_modes()
         bindings = self.stands_in(parameters)
         run = ShapeRun(self.fakes, self.units, self.twins, **options)

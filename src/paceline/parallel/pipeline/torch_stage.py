@@ -92,7 +92,10 @@ class Stage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """Make room for a microbatch that is about to arrive."""
         if not self.is_first:
-            self._allocate(self.args_recv_info[fwd_chunk_id], self._incoming[fwd_chunk_id])
+            infos: Any = self.args_recv_info[fwd_chunk_id]
+            self._allocate(infos, self._incoming[fwd_chunk_id])
+            for info in infos:
+                info.buffer.requires_grad_(self.has_backward)  # torch 2.13 would do so itself
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:

@@ -1,0 +1,80 @@
+"""The gradient scaler of fp16 for layouts in which ranks hold different gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.parallel.whole import local
+
+
+class AgreedScaler:
+    """What ``torch.amp.GradScaler`` does, with the same numbers, on which all ranks agree.
+
+    torch's looks at the gradients of its own rank, and takes plain tensors or DTensors, not both:
+    here an overflow on any rank makes every rank leave the step out and lower its scale.
+    """
+
+    def __init__(self, scale: float = 65536.0) -> None:
+        self._scale = scale
+        self._steps_since_growth = 0
+        self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 2000
+        self._overflowed = False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the scale."""
+        return loss * self._scale
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Take the scale out of the gradients, and see on all ranks whether any overflowed."""
+        gradients = [
+            local(parameter.grad)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        bad = torch.zeros((), device=gradients[0].device if gradients else None)
+        for gradient in gradients:
+            gradient.mul_(1 / self._scale)
+            bad += (~gradient.isfinite()).any().to(bad)
+        dist.all_reduce(bad)
+        self._overflowed = bool(bad)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Update the parameters, unless the gradients overflowed."""
+        if not self._overflowed:
+            optimizer.step()
+
+    def update(self) -> None:
+        """Lower the scale after an overflow; raise it after many steps without."""
+        if self._overflowed:
+            self._scale *= self._backoff_factor
+            self._steps_since_growth = 0
+        else:
+            self._steps_since_growth += 1
+            if self._steps_since_growth == self._growth_interval:
+                self._scale *= self._growth_factor
+                self._steps_since_growth = 0
+        self._overflowed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """In the form of torch's, so that a run can go on at any layout."""
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._steps_since_growth,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict`, or torch's, gave."""
+        self._scale = float(state["scale"])
+        self._growth_factor = state["growth_factor"]
+        self._backoff_factor = state["backoff_factor"]
+        self._growth_interval = state["growth_interval"]
+        self._steps_since_growth = state["_growth_tracker"]
