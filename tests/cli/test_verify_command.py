@@ -53,6 +53,23 @@ def test_sound_layouts(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_spread_and_refused_layouts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A layout that is refused has a row of its own, and the others go on; exit status 1."""
+    layouts = ["--layout=cp=2", "--layout=tp=4", "--layout=dp=1,pp=2,schedule=gpipe"]
+    status = verify(
+        *SMALL, *layouts, "--steps=1", "--global-batch=6", "--json", monkeypatch=monkeypatch
+    )
+    report = json.loads(capfd.readouterr().out)
+    assert status == 1
+    rows = [(row["layout"], row["verdict"], row["cause"]) for row in report["rows"]]
+    assert rows[0] == ("dp=1,cp=2", "refused", "axis-not-available")
+    assert rows[1][:2] == ("dp=1,tp=4", "refused")
+    assert "2 heads" in report["rows"][1]["words"]
+    assert rows[2] == ("dp=1,pp=2,schedule=gpipe", "same", None)
+
+
 def test_a_plant_as_json(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +127,8 @@ WRONG = {
         "--plant=gremlin",
     ): "plant 'gremlin' is not one of missing-all-reduce, wrong-average, unscaled-loss, "
     "wrong-accumulation, skipped-microbatch, local-clip, double-sample, stale-parameter, "
-    "stale-buffer, stale-tied-weight",
+    "stale-shard, stale-buffer, stale-tied-weight, shard-clip, wrong-copies, row-parallel-bias, "
+    "missing-tp-reduce, untied-stages, pipeline-scale",
     (
         "--layout=dp=1",
         "--plant=wrong-average",
@@ -125,6 +143,24 @@ WRONG = {
         "--plant=local-clip",
         "--set=train.clip_norm=null",
     ): "plant 'local-clip' needs clipping: set clip_norm (train.clip_norm)",
+    (
+        "--layout=tp=2",
+        "--plant=untied-stages",
+    ): "plant 'untied-stages' needs 2 pipeline ranks or more, but layout 'dp=1,tp=2' has 1",
+    (
+        "--layout=dp=2",
+        "--plant=shard-clip",
+    ): "plant 'shard-clip' needs ranks that hold parts of the model (zero, tp, pp), but on layout "
+    "'dp=2' each rank holds them whole",
+    (
+        "--layout=dp=2,zero=3",
+        "--plant=missing-all-reduce",
+    ): "plant 'missing-all-reduce' needs zero=0, where ranks hold what they need whole, but layout "
+    "'dp=2,zero=3' has zero=3",
+    (
+        "--layout=dp=2,schedule=zbv",
+    ): "layout 'dp=2,schedule=zbv': schedule is that of a pipeline, but pp=1. Add pp=2 or more, or "
+    "leave schedule out.",
     ("nowhere.yaml", "--layout=dp=2"): "nowhere.yaml: no such file",
 }
 

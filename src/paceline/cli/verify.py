@@ -22,7 +22,8 @@ def verify(
         typer.Option(
             "--layout",
             metavar="LAYOUT",
-            help="A layout to prove, like dp=2 or dp=2,microbatch=4. May be repeated.",
+            help="A layout to prove, like dp=2,zero=3,microbatch=4, tp=2,sequence=1 or "
+            "pp=2,schedule=zbv. May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -52,7 +53,8 @@ def verify(
     """Prove that layouts compute what one process computes, for the model of a config.
 
     A few steps on one process and on local ranks, every loss, gradient, norm, parameter and buffer
-    compared. The exit status is 0 when all are the same, 1 when one differs, 2 for a mistake.
+    compared. The exit status is 0 when all are the same, 1 when one differs, fails or is refused,
+    2 for a mistake.
     """
     if list_plants:
         _list_plants()

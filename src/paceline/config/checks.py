@@ -161,6 +161,7 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 schedule=config.pipeline.schedule,
                 offload=config.sharding.offload,
                 shard_dtype=config.sharding.dtype,
+                device_map=config.device_map is not None,
                 recompute=str(config.checkpoint_activations),
             )
         )

@@ -353,6 +353,11 @@ class Config(Section):
     pipeline: PipelineSection = Field(
         default=PipelineSection(), description="How pp cuts and runs the model."
     )
+    device_map: Literal["auto"] | dict[str, str] | None = Field(
+        default=None,
+        description="Put parts of the model on several devices of one process: names to devices, "
+        "or auto.",
+    )
     checkpoint_activations: Literal["full", "selective"] | Positive | None = Field(
         default=None,
         description="Recompute activations in the backward pass: of every block (full), of every "

@@ -59,7 +59,6 @@ class GPT(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
-
     def _init_weights(self, module: nn.Module) -> None:
         """Values for one module; a model from the meta device gets them from here, too."""
         if isinstance(module, nn.Embedding):

@@ -85,7 +85,7 @@ def spread(
     a model without any. A collective.
     """
     check_layout(layout, ways)
-    pipeline = None
+    pipeline, plan = None, None
     entered = context
     devices = [world.device]
     if ways.device_map is not None:
@@ -99,7 +99,7 @@ def spread(
     units = find_units(model, ways.sharding.units) if layout.zero else []
     if layout.pp > 1:
         pipeline = _cut(module, layout, world, ways, entered, sample)
-    if layout.tp > 1:
+    if plan is not None:
         apply_plan(model, plan, world.mesh(layout)["tp"])
     if ways.recompute is not None:
         recompute(model, ways.recompute, context=entered)
@@ -123,6 +123,7 @@ def spread(
         sharded=sharded,
         context=entered,
         devices=devices,
+        tensor_plan=plan,
     )
 
 

@@ -19,6 +19,7 @@ from paceline.world import Group, World
 
 if TYPE_CHECKING:
     from paceline.parallel.pipeline import Pipeline
+    from paceline.parallel.tensor import TensorPlan
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -42,6 +43,7 @@ class Spread:
         sharded: Sequence[Sharded] = (),
         context: Context = contextlib.nullcontext,
         devices: Sequence[torch.device] = (),
+        tensor_plan: TensorPlan | None = None,
     ) -> None:
         self.module, self.model = module, model
         self.layout, self.world = layout, world
@@ -49,6 +51,7 @@ class Spread:
         self._sharded = sharded
         self.context = context
         self.devices = devices
+        self.tensor_plan = tensor_plan  # print it, or pipeline.plan, to see what was decided
         self.place = layout.place(world.rank)
         self.data_group = data_group(world, layout)
         self.held = self._held()

@@ -17,6 +17,7 @@ from paceline.engine.options import OptimizerFactory
 from paceline.engine.precision import PRECISIONS
 from paceline.errors import ConfigError, TrainingError
 from paceline.layout import Layout
+from paceline.parallel.pipeline import Pipelining
 from paceline.prove.cases import Case, parse_cases
 from paceline.prove.plants import PLANTS, check_plant
 from paceline.prove.prover import Prover, Tell
@@ -27,6 +28,7 @@ from paceline.trainer.options import DataOptions
 
 CONFIG_BATCH = 32
 """The most samples a step of ``paceline verify`` takes, unless told otherwise."""
+_NO_SHARD_DTYPE = "sharded parameters were not cast to {}: the proof computes in float64"
 
 
 def verify(
@@ -81,6 +83,9 @@ def verify(
     check_plant(plant, cases, clip_norm=clip_norm, global_batch=batch)
     payload = given(model, optimizer, loss, data, data_options, options)
     notes = ["compile was off: the proof runs the model as it is"] if options.get("compile") else []
+    sharding = options.get("sharding")
+    if precision == "fp64" and sharding is not None and sharding.dtype is not None:
+        notes.append(_NO_SHARD_DTYPE.format(sharding.dtype))
     with _telling(progress) as tell:
         prover = Prover(
             Subject(payload, global_batch, seed, steps, precision),
@@ -118,7 +123,14 @@ def verify_config(
         raise ConfigError(f"--precision {precision}: must be fp64, or run for the config's own")
     if config.compile:
         notes.append("compile was off: the proof runs the model as it is")
-    cases = parse_cases(layouts, microbatch=config.batch.microbatch, global_batch=batch)
+    if precision == "fp64" and config.sharding.dtype is not None:
+        notes.append(_NO_SHARD_DTYPE.format(config.sharding.dtype))
+    cases = parse_cases(
+        layouts,
+        microbatch=config.batch.microbatch,
+        global_batch=batch,
+        pipeline=Pipelining(**config.pipeline.model_dump()),
+    )
     clip_norm = config.train.clip_norm
     check_plant(plant, cases, clip_norm=clip_norm, global_batch=batch)
     exact = precision == "fp64"

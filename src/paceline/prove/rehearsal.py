@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from paceline.data import Loader
-from paceline.engine import Engine
+from paceline.engine import Engine, EngineOptions
 from paceline.errors import DataError
 from paceline.prove.cases import Case
 from paceline.prove.measure import Values
@@ -20,6 +20,8 @@ from paceline.prove.samples import Cut, cutting
 from paceline.prove.subject import Subject
 from paceline.world import World
 
+_SPREADING = ("sharding", "tensor", "pipeline", "checkpoint_activations", "device_map")
+"""Options that say how a model is spread or recomputed: the reference does neither."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -60,6 +62,8 @@ class Rehearsal:
         self._quiet.silence(built.model)
         options = case.options(built.options)
         if alone:
+            kept = {name: value for name, value in options.items() if name not in _SPREADING}
+            options = cast(EngineOptions, kept)
             options["sync_batchnorm"] = False
             options["microbatch"] = None if cut is None else 1  # any: the cut is what counts
         self._cut = cut

@@ -57,6 +57,9 @@ class Subject:
         # Compiled code would hide dropout from the prover, and takes longer than the proof.
         options = EngineOptions(**{**built.options, "compile": False})
         options["precision"] = self.precision
+        sharding = options.get("sharding")
+        if sharding is not None and self.precision == "fp64":
+            options["sharding"] = replace(sharding, dtype=None)  # it would compute in that one
         return replace(built, options=options)
 
     def loader(self, built: Built, rank: int, size: int) -> Loader:
@@ -134,11 +137,5 @@ def _from_config(config: Config) -> Built:
         data_options=DataOptions(
             shuffle=None if config.data.shuffle else False, drop_last=config.data.drop_last
         ),
-        options=EngineOptions(
-            clip_norm=config.train.clip_norm,
-            clip_value=config.train.clip_value,
-            nonfinite=config.train.nonfinite,
-            sync_batchnorm=config.train.sync_batchnorm,
-            schedule=run.make_schedule(config, data),
-        ),
+        options=run.engine_options(config, data),
     )

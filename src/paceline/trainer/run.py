@@ -85,6 +85,7 @@ def engine_options(config: Config, train: Any) -> EngineOptions:
         tensor=TensorParallel(**config.tensor.model_dump()),
         pipeline=Pipelining(**config.pipeline.model_dump()),
         checkpoint_activations=config.checkpoint_activations,
+        device_map=config.device_map,
     )
 
 

@@ -146,7 +146,8 @@ class Trainer:
         self._check_folder(resume)
         self._check_uses_of_val(val)
         if nproc is not None and read_environment() is None:
-            self._check_layout(nproc)
+            if isinstance(nproc, int) and nproc > 0:
+                self._check_layout(nproc)
             if nproc == 1:
                 return self._fit(train, val, epochs, steps, resume)
             return own_ranks.fit(
