@@ -180,10 +180,11 @@ class Engine:
         group = self.spread.data_group
         self._has_sync_norm = group.size > 1 and sync_batchnorm.join(self.model, group)
 
-    def _materialise(self) -> None:
-        """Give a model from the meta device its values: those of one process on every layout."""
+    def _materialise(self, root: nn.Module) -> None:
+        """Give the model, or a stage of it, its values: those of one process on every layout."""
         seed = collectives.broadcast_object(torch.initial_seed())
-        materialise(self.model, seed=seed, device=self.device, init=self.options["init"])
+        init = self.options["init"] or getattr(self.model, "_init_weights", None)
+        materialise(root, seed=seed, device=self.device, init=init)
 
     @property
     def spread(self) -> Spread:

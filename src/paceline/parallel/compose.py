@@ -76,7 +76,7 @@ def spread(
     *,
     context: Context = contextlib.nullcontext,
     sample: Callable[[], Any] | None = None,
-    materialise: Callable[[], None] | None = None,
+    materialise: Callable[[nn.Module], None] | None = None,
 ) -> Spread:
     """``module``, which computes the loss of ``model``, spread over the world as ``layout`` says.
 
@@ -111,7 +111,10 @@ def spread(
         roots = [called] if pipeline is None else list(pipeline.stages)
         sharded = [shard_root(root, model, layout, world, ways, units) for root in roots]
     if materialise is not None:
-        materialise()
+        for root in [model] if pipeline is None else pipeline.stages:
+            materialise(root)
+        if pipeline is not None:
+            pipeline.copy_tied()
     if layout.zero == 0 and layout.dp > 1 and pipeline is None and layout.tp == 1:
         called = replicate(module, world.device)
     return Spread(

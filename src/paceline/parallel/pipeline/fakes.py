@@ -2,7 +2,7 @@
 
 Meta tensors would not do: a model reads ``x.device`` to place its masks and positions, which must
 be real. torch's fake tensors name the device they stand for. They are private in torch (checked
-with 2.11 to 2.13): everything Paceline needs of them is in this file.
+with 2.13): everything Paceline needs of them is in this file.
 """
 
 from __future__ import annotations
@@ -79,13 +79,16 @@ def born_in(tensor: Tensor) -> int | None:
 class Fakes:
     """Makes fake tensors that can be mixed with each other and with real ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: torch.device) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._home = home
 
     def tensor(self, spec: Spec) -> Tensor:
         """A fake tensor."""
         data = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-        return FakeTensor(self.mode, data, torch.device(spec.device))
+        device = torch.device(spec.device)
+        # A model without values has no device yet: it will be where its inputs are.
+        return FakeTensor(self.mode, data, self._home if device.type == "meta" else device)
 
     def parameter(self, parameter: Tensor) -> nn.Parameter:
         """A fake parameter like ``parameter``."""

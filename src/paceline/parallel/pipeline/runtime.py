@@ -58,7 +58,7 @@ class Pipeline:
         self._rank, self._pp = rank, pp
         held = self.options.placement(pp)
         self._rank_of = [next(r for r in range(pp) if s in held[r]) for s in range(plan.stages)]
-        self._skeleton = Skeleton(model_of(module), plan.extra_units)
+        self._skeleton = Skeleton(model_of(module), plan.extra_units, device)
         self._traffic = Traffic()
         self._live = Live()
         taken: set[int] = set()
@@ -176,6 +176,13 @@ class Pipeline:
             if isinstance(module, FSDPModule):
                 module.reshard()  # a backward would have done so
         return self._finish(len(parts))
+
+    def copy_tied(self) -> None:
+        """Give every copy of a weight that several stages hold the values of the first."""
+        for name, holders in self.plan.holders.items():
+            copies = {w.index: w.parameter(name) for w in self._work if name in w.homes}
+            if len(holders) > 1 and copies:
+                tied.copy_values(copies, holders, self._rank_of, self._group)
 
     def sync_tied(self) -> None:
         """Sum the gradients of weights that several stages hold: after the last backward."""

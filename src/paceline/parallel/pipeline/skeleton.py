@@ -24,10 +24,15 @@ Binding = tuple[Slot, nn.Parameter, str]
 class Skeleton:
     """Made before the model's parameters move: keeps fake twins of its units and parameters."""
 
-    def __init__(self, model: nn.Module, extra: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        extra: Sequence[str] = (),
+        home: torch.device = torch.device("cpu"),
+    ) -> None:
         self.model = model
         self.units = find_units(model, extra)
-        self.fakes = Fakes()
+        self.fakes = Fakes(home)
         self.slots = slots_of(model)
         self.fake_parameters = {
             name: self.fakes.parameter(parameter) for name, parameter in model.named_parameters()

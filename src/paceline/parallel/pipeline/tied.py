@@ -48,6 +48,22 @@ def sum_gradients(
         _local(parameter.grad).copy_(total)
 
 
+@torch.no_grad()
+def copy_values(copies: Copies, holders: Sequence[int], rank_of: Sequence[int], group: Any) -> None:
+    """Give every copy of a parameter the values of the first stage's; as :func:`sum_gradients`."""
+    own, first = dist.get_rank(group), holders[0]
+    if rank_of[first] == own:
+        values = _local(copies[first]).contiguous()
+        others = dict.fromkeys(rank_of[stage] for stage in holders if rank_of[stage] != own)
+        for rank in others:
+            dist.send(values, group=group, group_dst=rank)
+    else:
+        values = torch.empty_like(_local(next(iter(copies.values()))))
+        dist.recv(values, group=group, group_src=rank_of[first])
+    for parameter in copies.values():
+        _local(parameter).copy_(values)
+
+
 def looks(parameter: nn.Parameter) -> str:
     """What two copies must have in common, or their gradients cannot be added."""
     local = _local(parameter)

@@ -4,7 +4,7 @@
 microbatch of a step at once. Here buffers are made when a value is about to arrive and dropped
 with its microbatch, so shapes may differ between microbatches and steps, and a stage holds no more
 than its schedule says. It overrides methods of torch's stage that are not documented (checked with
-torch 2.11 to 2.13; ``tests/parallel/test_pipeline_torch.py`` says when they change).
+torch 2.13; ``tests/parallel/test_pipeline_torch.py`` says when they change).
 """
 
 from __future__ import annotations
