@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,19 +34,8 @@ SAMPLE = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Ranks that share one import of what all the proofs need."""
-    names = ("gpt2", "llama", "qwen3", "bert")
-    preload = [f"transformers.models.{name}.modeling_{name}" for name in names]
-    with RankPool(
-        preload=["paceline.prove", "paceline.parallel.tensor", *preload], timeout=120
-    ) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("column", COLUMNS)
-def test_a_sample_of_the_matrix(column: str, pool: RankPool) -> None:
+def test_a_sample_of_the_matrix(column: str, hugging_face_pool: RankPool) -> None:
     rows = SAMPLE[column]
     for blocks in sorted({row.blocks for row in rows}):
         report = paceline.verify(
@@ -56,7 +44,7 @@ def test_a_sample_of_the_matrix(column: str, pool: RankPool) -> None:
             global_batch=GLOBAL_BATCH,
             clip_norm=0.1,
             steps=2,
-            pool=pool,
+            pool=hugging_face_pool,
         )
         assert report.ok, str(report)
         assert max(row.difference for row in report.rows) <= 1e-9
@@ -94,7 +82,7 @@ def test_the_page_has_every_cell_and_none_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 5, 8, 11, 12, 28])
-def test_no_false_alarm_on_random_pairs(number: int, pool: RankPool) -> None:
+def test_no_false_alarm_on_random_pairs(number: int, hugging_face_pool: RankPool) -> None:
     pair = random_pair(number, hugging_face_too=False)
-    report = paceline.verify(**pair.arguments, layouts=[pair.layout], pool=pool)
+    report = paceline.verify(**pair.arguments, layouts=[pair.layout], pool=hugging_face_pool)
     assert report.rows[0].verdict in ("same", "refused"), f"{pair}\n{report}"

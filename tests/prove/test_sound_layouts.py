@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ LAYOUTS = [
     "dp=1,tp=2",
     "dp=1,pp=2,schedule=gpipe,microbatch=2",
 ]
-
-
-@pytest.fixture(scope="module")
-def hugging_face_pool() -> Iterator[RankPool]:
-    """Ranks that share one import of the library, which takes seconds."""
-    with RankPool(preload=["transformers.models.gpt2.modeling_gpt2"]) as pool:
-        yield pool
 
 
 def test_hugging_face_model_with_its_own_loss(hugging_face_pool: RankPool) -> None:
@@ -153,3 +145,20 @@ def test_frozen_and_unused_parameters(hugging_face_pool: RankPool) -> None:
         pool=hugging_face_pool,
     )
     assert report.ok, str(report)
+
+
+def test_forwards_that_one_process_cannot_run(rank_pool: RankPool) -> None:
+    """A batch norm over one sample: told for each layout, and the others go on."""
+    report = paceline.verify(
+        lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)),
+        optimizer=adamw,
+        loss=nn.CrossEntropyLoss(),
+        data=make_vectors(12),
+        layouts=["dp=1,microbatch=1", "dp=1,pp=2,schedule=gpipe,microbatch=1", "dp=2"],
+        global_batch=4,
+        steps=1,
+        sync_batchnorm=True,
+        pool=rank_pool,
+    )
+    assert [row.verdict for row in report.rows] == ["failed", "failed", "same"], str(report)
+    assert "one process cannot run the forwards" in report.rows[1].words

@@ -257,7 +257,7 @@ class Engine:
         )
 
     def _follow_freezing(self) -> None:
-        """Spread anew after parameters were frozen or unfrozen: DDP averages those it was shown."""
+        """Let the layout see that parameters were frozen or unfrozen since the last step."""
         trainable = [p.requires_grad for p in self._parameters]
         if trainable == self._trainable:
             return
@@ -268,9 +268,7 @@ class Engine:
                 "engine is made."
             )
         self._trainable = trainable
-        if self.spread.is_plain:
-            self._spread = None  # takes its hooks off the parameters before new ones are put on
-            self._spread_out()
+        self.spread.follow_freezing()
 
     def _sync_buffers(self) -> None:
         group = self.spread.data_group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.layout import Layout
 from paceline.parallel.average import average_gradients
+from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded
+from paceline.parallel.tensor import TensorPlan, plain
 from paceline.parallel.term import Term
 from paceline.parallel.whole import cuts
 from paceline.world import Group, World
-
-if TYPE_CHECKING:
-    from paceline.parallel.pipeline import Pipeline
-    from paceline.parallel.tensor import TensorPlan
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -96,9 +95,14 @@ class Spread:
         """``term`` with ordinary tensors, where tensor parallelism left parts."""
         if self.layout.tp == 1:
             return term
-        from paceline.parallel.tensor import plain
-
         return Term(plain(term.total), term.count, plain(term.output))
+
+    def follow_freezing(self) -> None:
+        """Wrap the module anew after parameters were frozen: DDP averages those it was shown."""
+        if isinstance(self.module, DistributedDataParallel):
+            inner = self.module.module
+            self.module = inner  # takes its hooks off the parameters before new ones are put on
+            self.module = replicate(inner, self.world.device)
 
     def reset(self) -> None:
         """Forget a step that failed half way."""

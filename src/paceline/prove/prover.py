@@ -139,7 +139,7 @@ class Prover:
             return self._main, reference
         key = str([case.forwards(samples) for samples in reference.batch])
         if key not in self._cut_references:
-            folder = self._folder / f"cut-{len(self._cut_references)}"
+            folder = self._folder / f"cut as {case}"
             found = self._reference(folder, case)
             self._cut_references[key] = folder, replace(found, noise=reference.noise)
         return self._cut_references[key]
