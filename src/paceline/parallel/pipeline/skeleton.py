@@ -21,6 +21,9 @@ Binding = tuple[Slot, nn.Parameter, str]
 """Where to put which parameter for a while, and its name."""
 
 
+_CPU = torch.device("cpu")
+
+
 class Skeleton:
     """Made before the model's parameters move: keeps fake twins of its units and parameters."""
 
@@ -28,7 +31,7 @@ class Skeleton:
         self,
         model: nn.Module,
         extra: Sequence[str] = (),
-        home: torch.device = torch.device("cpu"),
+        home: torch.device = _CPU,
     ) -> None:
         self.model = model
         self.units = find_units(model, extra)
