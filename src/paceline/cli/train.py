@@ -39,7 +39,8 @@ def train(
         str | None, typer.Option(metavar="N", help="How many ranks; else one per GPU, or 2.")
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="How work is spread, like dp=2,zero=3 or tp=2.")
+        str | None,
+        typer.Option(metavar="LAYOUT", help="How work is spread, like dp=2,zero=3 or tp=2."),
     ] = None,
     on: Annotated[
         str, typer.Option(metavar="PLACE", help=f"Where the ranks run: {', '.join(_PLACES)}.")
