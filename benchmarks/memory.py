@@ -1,10 +1,13 @@
 """Bytes that each rank holds on each layout, beside what the layout should hold in theory.
 
 Each layout trains the same GPT on local ranks and measures a step (``engine.memory()``). Theory:
-``zero`` cuts parameters, gradients and optimizer state between steps into 1/N; ``tp`` cuts what its
-plan splits and keeps the rest whole; ``pp`` gives each rank the parameters of its stages. On top
-comes what a step holds for a while: with ``zero=1`` and ``2`` the gathered parameters (and with
-``zero=1`` the whole gradients), with ``zero=3`` those of about two blocks and of the root.
+between steps a rank holds 1/N of parameters, gradients and optimizer state, N being the ranks that
+``zero``, ``tp`` and ``pp`` cut them over; ``tp`` keeps norms and biases whole, and ``pp`` cuts at
+whole blocks, which makes them a little more. On top comes what a step holds for a while, beside one
+process's activations: with ``zero=1`` the gathered parameters and the whole gradients; with
+``zero=2`` the gathered parameters, the gradient's piece and the gradients of one block; with
+``zero=3`` the gradient's piece, the root and three blocks (one computing, one being fetched, one
+whose gradients are being summed).
 
     python benchmarks/memory.py [--ranks 4] [--layers 16] [--width 128]
 """
@@ -34,6 +37,7 @@ def measure(layout: str, layers: int, width: int) -> list[dict[str, Any]]:
     """On each rank: train two steps, measure the second."""
     torch.manual_seed(0)
     model = GPT(VOCAB, CONTEXT, layers, heads=4, width=width, tied=False)
+    block_bytes = sum(p.nbytes for p in model.blocks[0].parameters())
     engine = paceline.Engine(
         model,
         optimizer=torch.optim.AdamW(model.parameters()),
@@ -48,26 +52,10 @@ def measure(layout: str, layers: int, width: int) -> list[dict[str, Any]]:
     with engine.measuring_memory():
         engine.step(batch)
     found = [memory.to_dict() for memory in engine.memory()]
-    share = 1.0
-    if engine.layout.tp > 1:  # what the plan splits, by the whole model's own sizes
-        whole = engine.whole_parameters()
-        held = engine.spread.held
-        split = sum(whole[n].numel() for n, own in held.items() if hasattr(own[0], "placements"))
-        total = engine.parameter_count
-        share = (total - split) / total + split / total / engine.layout.tp
     for one in found:
-        one["share"] = share
+        one["layers"] = layers
+        one["root"] = engine.parameter_count * 4 - layers * block_bytes
     return found
-
-
-def theory(layout: Layout, found: list[dict[str, Any]], rank: int, whole: int) -> float:
-    """The share of the whole model's parameters that ``rank`` should hold."""
-    share: float = found[rank]["share"] / layout.shards
-    if layout.pp > 1:
-        # Stages are cut at whole blocks; what they hold together must be one model.
-        together = sum(one["parameters"] for one in found)
-        share *= found[rank]["parameters"] / together * layout.tp * layout.shards
-    return share
 
 
 def main() -> None:
@@ -82,7 +70,7 @@ def main() -> None:
         *(f"dp={n},zero=3,replicas=2", f"tp={n}", f"pp={n}", f"dp={n // 2},zero=3,tp=2"),
     ]
     table = Table(title=f"GPT, {options.layers} blocks of width {options.width}: KiB on a rank")
-    columns = ("layout", "rank", *(f"{k} (theory)" for k in KINDS), "worst", "step adds")
+    columns = ("layout", "rank", *(f"{k} (theory)" for k in KINDS), "worst", "step adds (stated)")
     for column in columns:
         table.add_column(column, justify="left" if column == "layout" else "right")
     rows: list[dict[str, Any]] = []
@@ -108,8 +96,7 @@ def one_row(
     text: str, layout: Layout, found: list[dict[str, Any]], rank: int, base: dict[str, Any]
 ) -> dict[str, Any]:
     own = found[rank]
-    share = theory(layout, found, rank, base["parameters"])
-    expected = {kind: base[kind] * share for kind in KINDS}
+    expected = {kind: base[kind] / (layout.shards * layout.tp * layout.pp) for kind in KINDS}
     standing = sum(own[kind] for kind in ("parameters", "optimizer"))
     return {
         "layout": text,
@@ -118,7 +105,22 @@ def one_row(
         "theory": expected,
         "worst": max(own[kind] / expected[kind] for kind in KINDS),
         "step_adds": own["peak"] - standing,
+        "stated": stated(layout, own["gradients"], base) if layout.tp * layout.pp == 1 else None,
     }
+
+
+def stated(layout: Layout, piece: int, base: dict[str, Any]) -> float:
+    """What a step should hold besides parameters and optimizer state, by the text above."""
+    whole, root, layers = base["parameters"], base["root"], base["layers"]
+    activations = base["peak"] - base["parameters"] - base["optimizer"] - base["gradients"]
+    block = (whole - root) / layers
+    by_stage: dict[int, float] = {
+        0: whole if layout.dp == 1 else 2 * whole,  # DDP keeps buckets beside the gradients
+        1: 2 * whole,
+        2: whole + piece + block,
+        3: piece + root + 3 * block,
+    }
+    return by_stage[layout.zero] + activations
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -127,7 +129,8 @@ def cells(row: dict[str, Any]) -> list[str]:
         str(row["rank"]),
         *(f"{row[kind] / 1024:.0f} ({row['theory'][kind] / 1024:.0f})" for kind in KINDS),
         f"{row['worst']:.3f}",
-        f"{row['step_adds'] / 1024:.0f}",
+        f"{row['step_adds'] / 1024:.0f}"
+        + (f" ({row['stated'] / 1024:.0f})" if row["stated"] is not None else ""),
     ]
 
 
