@@ -47,8 +47,15 @@ def make_engine(layout: str, **options: Any) -> paceline.Engine:
     )
 
 
-def train(layout: str, steps: int = 3, state: Any = None, microbatch: int | None = None) -> Any:
-    engine = make_engine(layout, microbatch=microbatch)
+def train(
+    layout: str,
+    steps: int = 3,
+    state: Any = None,
+    microbatch: int | None = None,
+    schedule: str = "1f1b",
+) -> Any:
+    pipeline = paceline.Pipelining(schedule=schedule)
+    engine = make_engine(layout, microbatch=microbatch, pipeline=pipeline)
     data = batches(6)
     if state is not None:
         engine.load_state_dict(state)
@@ -84,6 +91,15 @@ def test_a_layout_trains_and_resumes_like_one_process(ranks: Any, alone: Any, la
         torch.testing.assert_close(results, numbers[3:], **TOLERANCE)
         torch.testing.assert_close(resumed["model"], last["model"], **TOLERANCE)
         torch.testing.assert_close(resumed["optimizer"], last["optimizer"], **TOLERANCE)
+
+
+@pytest.mark.world(2)
+def test_a_rank_with_two_copies_of_a_tied_weight_resumes(ranks: Any, alone: Any) -> None:
+    """zbv puts the first and the last stage, which share the embedding, on one rank."""
+    numbers, _ = alone
+    state = train("dp=1", steps=3)[1]
+    for results, _ in ranks(train, "pp=2", 2, state, None, "zbv"):
+        torch.testing.assert_close(results, numbers[3:], **TOLERANCE)
 
 
 @pytest.mark.world(4)

@@ -47,8 +47,7 @@ class Groups:
             for parameter in held.get(name, ()):
                 if before in state:
                     optimizer.state[parameter] = {
-                        key: _spread(name, value, before, parameter)
-                        for key, value in state[before].items()
+                        key: _spread(name, value, parameter) for key, value in state[before].items()
                     }
         self._before.clear()  # lets go of the whole parameters
         if any(len(_by_kind(group["params"])) > 1 for group in optimizer.param_groups):
@@ -88,7 +87,7 @@ class Groups:
             for parameter in held.get(name, ()):
                 if number in saved["state"]:
                     state[order[id(parameter)]] = {
-                        key: as_part(value, parameter) if same_shape(value, parameter) else value
+                        key: _part(value, parameter)
                         for key, value in saved["state"][number].items()
                     }
         counts = iter(range(len(own)))
@@ -133,14 +132,21 @@ def _by_kind(parameters: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
     return kinds
 
 
-def _spread(name: str, value: Any, before: nn.Parameter, parameter: nn.Parameter) -> Any:
-    if not same_shape(value, before):
-        return value
-    if value.device.type == "meta":
+def _spread(name: str, value: Any, parameter: nn.Parameter) -> Any:
+    if isinstance(value, Tensor) and value.is_meta:
         raise TrainingError(
             f"the optimizer keeps state of {name} from the start, but the model is on the meta "
             "device, where there are no values. Pass the optimizer as a function, or build the "
             "model on a real device."
         )
-    with torch.no_grad():
+    return _part(value, parameter)
+
+
+@torch.no_grad()
+def _part(value: Any, parameter: nn.Parameter) -> Any:
+    """``parameter``'s own part of ``value``, a piece of the state of the whole parameter."""
+    if not isinstance(value, Tensor):
+        return value
+    if same_shape(value, parameter):
         return as_part(value, parameter)
+    return value.clone()  # Adam's step, say: two copies of a tied weight must not share it
