@@ -275,3 +275,13 @@ def test_a_model_from_the_meta_device_starts_with_the_same_values(ranks: Any, la
     expected = job("dp=1")
     for losses in ranks(job, layout):
         torch.testing.assert_close(losses, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=2", "tp=2", "pp=2"])
+@pytest.mark.world(2)
+def test_resumed_at_the_same_layout_a_run_is_equal_to_the_bit(ranks: Any, layout: str) -> None:
+    uninterrupted = ranks(train, layout, 3, None, 3)[0]
+    _, state = ranks(train, layout, 1, None, 3)[0]
+    results, resumed = ranks(train, layout, 2, state, 3)[0]
+    assert results == uninterrupted[0][1:]
+    torch.testing.assert_close(resumed["model"], uninterrupted[1]["model"], rtol=0, atol=0)

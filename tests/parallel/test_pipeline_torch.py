@@ -27,7 +27,7 @@ def test_the_stage_has_the_methods_that_are_overridden() -> None:
 
 
 def test_fakes_mix_with_real_tensors_and_name_their_device() -> None:
-    fakes = Fakes()
+    fakes = Fakes(torch.device("cpu"))
     fake = fakes.tensor(spec_of(torch.empty(2, 3)))
     result = fake @ torch.ones(3, 4)
     assert is_fake(result)
