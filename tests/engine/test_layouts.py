@@ -13,6 +13,7 @@ import paceline
 from paceline import Layout
 from paceline.data import share
 from paceline.models.gpt import GPT, token_cross_entropy
+from paceline.testing import make_resnet
 
 SAMPLES = 13  # shares of it are uneven on any number of ranks
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}  # float64 sums taken in another order, after Adam
@@ -285,3 +286,22 @@ def test_resumed_at_the_same_layout_a_run_is_equal_to_the_bit(ranks: Any, layout
     results, resumed = ranks(train, layout, 2, state, 3)[0]
     assert results == uninterrupted[0][1:]
     torch.testing.assert_close(resumed["model"], uninterrupted[1]["model"], rtol=0, atol=0)
+
+
+def test_placeholders_of_a_pipeline_enter_no_statistics(ranks: Any) -> None:
+    """Shares of 4 and 3 samples, one by one: the second pipeline fills up with a placeholder."""
+    model = make_resnet()
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randn(7, 3, 8, 8, generator=draw)
+    report = paceline.verify(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=F.cross_entropy,
+        data=torch.utils.data.TensorDataset(images, torch.arange(7) % 4),
+        layouts=["dp=2,pp=2,schedule=gpipe,microbatch=1"],
+        global_batch=7,
+        steps=1,
+        sync_batchnorm=True,
+        pool=ranks.pool,
+    )
+    assert report.ok, str(report)

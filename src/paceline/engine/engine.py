@@ -390,11 +390,8 @@ class Engine:
         if items or not (self._has_sync_norm or self.spread.lockstep):
             return self.spread(part, items)
         # The other ranks wait for this rank: show them a sample that does not count.
-        sync_batchnorm.set_contributes(self.model, False)
-        try:
+        with sync_batchnorm.not_counting(self.model):
             term = self.spread(placeholder(part), 1)
-        finally:
-            sync_batchnorm.set_contributes(self.model, True)
         return Term(term.total * 0, 0, None)
 
     def _finish_gradients(self, sums: _Sums) -> Tensor | None:

@@ -7,6 +7,8 @@ rank's microbatch at once.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -80,6 +82,8 @@ class SyncBatchNorm(nn.Module):
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
         if self.running_mean is None or self.running_var is None:
             return
+        if not self.contributes and float(count) == 0:  # placeholders on every rank
+            return
         momentum = self._momentum()
         unbiased = var * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
@@ -111,13 +115,14 @@ class _Normalise(torch.autograd.Function):
         dist.all_gather(gathered, packed, group=group)
         means, variances, counts = torch.stack(gathered).split([x.shape[1], x.shape[1], 1], dim=1)
         count = counts.sum()
-        mean = (means * counts).sum(0) / count
+        some = count.clamp(min=1)  # none, where every rank runs a placeholder
+        mean = (means * counts).sum(0) / some
         # Combining deviations from each rank's own mean loses no digits to cancellation.
-        var = ((variances + (means - mean) ** 2) * counts).sum(0) / count
+        var = ((variances + (means - mean) ** 2) * counts).sum(0) / some
         scale = torch.rsqrt(var + eps)
         normal = (wide - mean.view(shape)) * scale.view(shape)
         y = normal * weight.view(shape) + bias.view(shape)
-        ctx.save_for_backward(normal, weight, scale, count)
+        ctx.save_for_backward(normal, weight, scale, some)
         ctx.dims, ctx.shape, ctx.contributes = dims, shape, contributes
         ctx.group = group
         ctx.mark_non_differentiable(mean, var, count)
@@ -180,10 +185,30 @@ def join(model: nn.Module, group: Group) -> bool:
     return bool(norms)
 
 
-def set_contributes(model: nn.Module, contributes: bool) -> None:
-    """Say whether this rank's input counts."""
-    for norm in _norms(model):
-        norm.contributes = contributes
+@contextlib.contextmanager
+def not_counting(model: nn.Module) -> Iterator[None]:
+    """For a microbatch that only keeps other ranks company: no statistics take it in.
+
+    Synchronised norms go on following what the other ranks see.
+    """
+    norms = _norms(model)
+    saved = [
+        (buffer, buffer.clone())
+        for module in model.modules()
+        if not isinstance(module, SyncBatchNorm)
+        for buffer in module.buffers(recurse=False)
+        if not buffer.is_meta
+    ]
+    for norm in norms:
+        norm.contributes = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.contributes = True
+        with torch.no_grad():
+            for buffer, before in saved:
+                buffer.copy_(before)
 
 
 def _norms(model: nn.Module) -> list[SyncBatchNorm]:

@@ -33,6 +33,14 @@ from paceline.testing.pool import RankPool
 
 Tell = Callable[[str], None]
 
+PRELOAD = (
+    "paceline.prove",
+    "paceline.parallel.shard",
+    "paceline.parallel.tensor",
+    "paceline.parallel.pipeline",
+)
+"""What the ranks of a proof share one import of."""
+
 
 class Prover:
     """Runs the cases of one subject on a pool of local ranks."""
@@ -89,7 +97,7 @@ class Prover:
     def _ranks(self) -> contextlib.AbstractContextManager[RankPool]:
         if self._lent_pool is not None:
             return contextlib.nullcontext(self._lent_pool)
-        return RankPool(timeout=self.timeout, preload=["paceline.prove"])
+        return RankPool(timeout=self.timeout, preload=PRELOAD)
 
     def _reference(self, folder: Path, forwards_of: Case | None) -> Reference:
         folder.mkdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from paceline.parallel.pipeline.plan import CutPlan
 from paceline.parallel.pipeline.shape_run import ShapeRun
 from paceline.parallel.pipeline.skeleton import Skeleton
 from paceline.parallel.pipeline.stage_run import StageRun
+from paceline.parallel.sync_batchnorm import not_counting
 from paceline.parallel.term import Term
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -139,8 +140,9 @@ class StageWork:
         )
         bindings = stage_bindings(self._skeleton, self._plan, self.index, self.parameter)
         term: Term | None = None
-        with self._context(), self._skeleton.running(run, bindings):
-            # A microbatch without items is a placeholder: it takes part and counts for nothing.
+        # A microbatch without items is a placeholder: it takes part and counts for nothing.
+        aside = nullcontext() if microbatch.items else not_counting(self.module)
+        with self._context(), aside, self._skeleton.running(run, bindings):
             result = self._called(microbatch.part, microbatch.items or 1)
             term = run.use(result, "the loss")
         if self.is_last:
