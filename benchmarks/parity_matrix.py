@@ -28,16 +28,14 @@ from parity.pairs import random_pair
 from parity.rows import GLOBAL_BATCH, Row, all_rows, alone, compositions
 
 import paceline
+from paceline.prove.prover import PRELOAD
 from paceline.testing import RankPool
 
 RESULTS = Path(__file__).parent / "results" / "parity_matrix.json"
 BOUND = 1e-9
 CHUNK = 6  # layouts to one reference run; a run that is stopped loses at most these
-PRELOAD = [
-    "paceline.prove",
-    "paceline.parallel.pipeline",
-    "paceline.parallel.tensor",
-    "paceline.parallel.shard",
+LOADED = [
+    *PRELOAD,
     "paceline.models.gpt",
     *(
         f"transformers.models.{name}.modeling_{name}"
@@ -65,7 +63,7 @@ def main() -> None:
     if RESULTS.exists() and not arguments.fresh:
         cells = json.loads(RESULTS.read_text(encoding="utf-8"))
     rows = [row for row in all_rows() if fnmatch.fnmatch(str(row), arguments.rows)]
-    with RankPool(timeout=300, preload=PRELOAD) as pool:
+    with RankPool(timeout=300, preload=LOADED) as pool:
         if not arguments.no_matrix:
             run_matrix(rows, columns, cells, pool)
         if arguments.random:

@@ -35,7 +35,7 @@ SAMPLE = {
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_a_sample_of_the_matrix(column: str, hugging_face_pool: RankPool) -> None:
+def test_a_sample_of_the_matrix(column: str, rank_pool: RankPool) -> None:
     rows = SAMPLE[column]
     for blocks in sorted({row.blocks for row in rows}):
         report = paceline.verify(
@@ -44,7 +44,7 @@ def test_a_sample_of_the_matrix(column: str, hugging_face_pool: RankPool) -> Non
             global_batch=GLOBAL_BATCH,
             clip_norm=0.1,
             steps=2,
-            pool=hugging_face_pool,
+            pool=rank_pool,
         )
         assert report.ok, str(report)
         assert max(row.difference for row in report.rows) <= 1e-9
@@ -82,7 +82,7 @@ def test_the_page_has_every_cell_and_none_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 5, 8, 11, 12, 28])
-def test_no_false_alarm_on_random_pairs(number: int, hugging_face_pool: RankPool) -> None:
+def test_no_false_alarm_on_random_pairs(number: int, rank_pool: RankPool) -> None:
     pair = random_pair(number, hugging_face_too=False)
-    report = paceline.verify(**pair.arguments, layouts=[pair.layout], pool=hugging_face_pool)
+    report = paceline.verify(**pair.arguments, layouts=[pair.layout], pool=rank_pool)
     assert report.rows[0].verdict in ("same", "refused"), f"{pair}\n{report}"
