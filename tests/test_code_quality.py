@@ -19,6 +19,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.timeout(900)  # the type checker starts without a cache on a new machine
 @pytest.mark.parametrize("name", COMMANDS)
 def test_clean(name: str) -> None:
     program, *arguments = COMMANDS[name]
