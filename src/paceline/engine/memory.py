@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.parallel.device_plan import readable
+
 STATIC = ("parameters", "gradients", "optimizer", "buffers")
 
 
@@ -53,7 +55,7 @@ class Memory:
 
     def __str__(self) -> str:
         rows = [(name, getattr(self, name)) for name in (*STATIC, "activations", "peak", "current")]
-        return ", ".join(f"{name} {_readable(size)}" for name, size in rows if size is not None)
+        return ", ".join(f"{name} {readable(size)}" for name, size in rows if size is not None)
 
 
 def measure(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> Memory:
@@ -316,12 +318,3 @@ def _resident() -> int:
 
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return used if sys.platform == "darwin" else used * 1024
-
-
-def _readable(size: int) -> str:
-    number = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
