@@ -199,11 +199,12 @@ def reference(name: str, shares: int = 1) -> Any:
         total, count = 0.0, 0
         for share in range(shares):
             for batch, items in parts(case, step, share):
+                if not items:  # a placeholder: one process has none
+                    continue
                 with DOUBLE.forward():
-                    term = case.module(batch, items or 1)
-                if items:
-                    (term.total * SCALE).backward()
-                    total, count = total + float(term.total.detach()), count + int(term.count)
+                    term = case.module(batch, items)
+                (term.total * SCALE).backward()
+                total, count = total + float(term.total.detach()), count + int(term.count)
         trained.step()
         losses.append(total / count)
     case.module.eval()

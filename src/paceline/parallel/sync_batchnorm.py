@@ -206,9 +206,10 @@ def not_counting(model: nn.Module) -> Iterator[None]:
     finally:
         for norm in norms:
             norm.contributes = True
-        with torch.no_grad():
-            for buffer, before in saved:
-                buffer.copy_(before)
+        for buffer, before in saved:
+            # Past the version counter: earlier microbatches whose backward is still owed have
+            # saved this buffer, and for them it is as it was.
+            buffer.data.copy_(before)
 
 
 def _norms(model: nn.Module) -> list[SyncBatchNorm]:
