@@ -1,0 +1,70 @@
+"""Which elements of a tensor a rank holds: boxes in it, and where they meet. Numbers only."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    """The elements from ``offset`` on, ``shape`` of them along each dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many elements it holds."""
+        return math.prod(self.shape)
+
+    def within(self, outer: Box) -> Box:
+        """The same elements counted from where ``outer`` begins."""
+        offset = tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        return Box(offset, self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """An index that picks these elements out of the tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All elements of a tensor of this ``shape``."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The elements that both hold; ``None`` where there are none."""
+    offset = tuple(map(max, a.offset, b.offset))
+    ends = (
+        min(ao + size, bo + other)
+        for ao, size, bo, other in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+    )
+    shape = tuple(end - start for end, start in zip(ends, offset, strict=True))
+    return Box(offset, shape) if all(length > 0 for length in shape) else None
+
+
+def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
+    """What a rank holds that took ``indices[d]``, in this order, along each dimension d.
+
+    Yields pairs: the box in the whole tensor, and the box of the same elements in the rank's own.
+    """
+    for chosen in itertools.product(*map(_runs, indices)):
+        yield (
+            Box(tuple(r[0] for r in chosen), tuple(r[2] for r in chosen)),
+            Box(tuple(r[1] for r in chosen), tuple(r[2] for r in chosen)),
+        )
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Stretches of consecutive numbers: first number, its position, how many."""
+    runs: list[tuple[int, int, int]] = []
+    for position, index in enumerate(indices):
+        if runs and index == runs[-1][0] + runs[-1][2]:
+            first, at, length = runs[-1]
+            runs[-1] = first, at, length + 1
+        else:
+            runs.append((index, position, 1))
+    return runs

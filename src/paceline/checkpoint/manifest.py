@@ -1,0 +1,143 @@
+"""The manifest: what a checkpoint holds, in which files, and how each file must hash.
+
+It is written last, so that a checkpoint without one is unfinished, and carries a hash of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from paceline.checkpoint.boxes import Box
+from paceline.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = 2
+"""1 was a single file a step, made by torch.save (Paceline 0.1)."""
+BLOCK = 4 * 1024 * 1024
+"""Files are hashed in blocks of this many bytes, so that a part of one can be checked alone."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file beside the manifest: its size, and the xxh3-128 of each block in hexadecimal."""
+
+    size: int
+    hashes: tuple[str, ...]
+    block: int = BLOCK
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where the bytes of a box are: contiguous, row by row, little-endian."""
+
+    box: Box
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: ``dtype`` is torch's name for it, such as ``bfloat16``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stored: tuple[Stored, ...]
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """Where the bytes of an object are, as ``torch.save`` wrote them."""
+
+    file: str
+    start: int
+    length: int
+
+
+@dataclass
+class Manifest:
+    """All there is to know of a checkpoint without opening its data files.
+
+    ``info`` is for people and for retention: layout, world size, reason, metrics, versions, time.
+    """
+
+    step: int
+    info: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, ObjectEntry] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """The size of all data files."""
+        return sum(entry.size for entry in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """The text of the manifest file: a line with the format and a hash, then the rest."""
+        body = json.dumps(
+            {
+                "step": self.step,
+                "info": self.info,
+                "files": {n: [f.size, f.block, list(f.hashes)] for n, f in self.files.items()},
+                "tensors": {n: _tensor_to_json(t) for n, t in self.tensors.items()},
+                "objects": {n: [o.file, o.start, o.length] for n, o in self.objects.items()},
+            },
+            separators=(",", ":"),
+        ).encode()
+        head = {"paceline_checkpoint": FORMAT, "bytes": len(body), "xxh3_128": _hash(body)}
+        return json.dumps(head).encode() + b"\n" + body + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """The manifest in ``data``, which was read from ``where``; raises where it is damaged."""
+        first, newline, rest = data.partition(b"\n")
+        try:
+            head = json.loads(first)
+            found, size, expected = head["paceline_checkpoint"], head["bytes"], head["xxh3_128"]
+        except (ValueError, KeyError, TypeError):
+            raise CheckpointError(
+                f"{where} is damaged: it does not begin like a manifest of Paceline's."
+            ) from None
+        if found != FORMAT:
+            raise CheckpointError(
+                f"{where} is of format {found!r}, which this version of Paceline cannot read: it "
+                f"knows format {FORMAT}."
+            )
+        body = rest[:-1]
+        if not newline or rest[-1:] != b"\n" or len(body) != size:
+            raise CheckpointError(
+                f"{where} is damaged: expected {size} bytes after its first line, found "
+                f"{max(len(rest) - 1, 0)}."
+            )
+        if (hashed := _hash(body)) != expected:
+            raise CheckpointError(f"{where} is damaged: expected hash {expected}, found {hashed}.")
+        content = json.loads(body)
+        return cls(
+            content["step"],
+            content["info"],
+            {n: FileEntry(f[0], tuple(f[2]), f[1]) for n, f in content["files"].items()},
+            {n: _tensor_from_json(t) for n, t in content["tensors"].items()},
+            {n: ObjectEntry(*o) for n, o in content["objects"].items()},
+        )
+
+
+def _hash(body: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(body)
+
+
+def _tensor_to_json(entry: TensorEntry) -> list[Any]:
+    stored = [[s.box.offset, s.box.shape, s.file, s.start, s.length] for s in entry.stored]
+    return [entry.shape, entry.dtype, stored]
+
+
+def _tensor_from_json(value: list[Any]) -> TensorEntry:
+    shape, dtype, stored = value
+    return TensorEntry(
+        tuple(shape),
+        dtype,
+        tuple(Stored(Box(tuple(o), tuple(s)), f, a, n) for o, s, f, a, n in stored),
+    )
