@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.prove import verify as verify
     from paceline.trainer import Callback as Callback
     from paceline.trainer import Checkpointing as Checkpointing
+    from paceline.trainer import Checkpoints as Checkpoints
     from paceline.trainer import DataOptions as DataOptions
     from paceline.trainer import EarlyStopping as EarlyStopping
     from paceline.trainer import Evaluation as Evaluation
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Callback": "paceline.trainer",
     "Checkpointing": "paceline.trainer",
+    "Checkpoints": "paceline.trainer",
     "DataOptions": "paceline.trainer",
     "EarlyStopping": "paceline.trainer",
     "Engine": "paceline.engine",
@@ -59,7 +61,7 @@ _HOME = {
     "verify": "paceline.prove",
 }
 # Modules that are public under their own name.
-_MODULES = ("config", "data", "errors", "events", "models", "testing")
+_MODULES = ("checkpoint", "config", "data", "errors", "events", "models", "testing")
 
 __all__ = [*_HOME, "__version__", "errors", "events"]
 

@@ -13,6 +13,7 @@ Each message names the value that was found, the rule it breaks and what to do n
     │   └── CollectiveMismatch            ranks called different collectives, shapes or dtypes
     ├── NonFiniteError (ArithmeticError)  NaN or Inf in the loss or the gradients
     ├── CheckpointError (RuntimeError)    a checkpoint that cannot be written, found or read
+    │   └── CheckpointDamaged             its bytes are not those that were written
     ├── LaunchError (RuntimeError)        processes that could not be started
     │   └── RankFailed                    a rank died; carries its rank, exit code and traceback
     └── MissingExtra (ImportError)        an optional package that is not installed
@@ -77,6 +78,10 @@ class NonFiniteError(PacelineError, ArithmeticError):
 
 class CheckpointError(PacelineError, RuntimeError):
     """A checkpoint that cannot be written, found or read."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint whose bytes are not those that were written, or not all there."""
 
 
 class LaunchError(PacelineError, RuntimeError):

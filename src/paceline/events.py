@@ -129,13 +129,38 @@ class MemoryMeasured(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
-    """A checkpoint is complete on disk; ``reason`` is ``every``, ``best``, ``stop`` or ``end``."""
+    """A checkpoint is complete on disk, verified, and safe to resume from.
+
+    ``reason`` is ``every``, ``minutes``, ``epoch``, ``best``, ``asked``, ``stop`` or ``end``;
+    ``seconds`` is how long writing took, ``stalled`` how long the run stood still for it.
+    """
 
     step: int
     path: str
     bytes: int
     seconds: float
     reason: str
+    stalled: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written; earlier ones are as they were."""
+
+    step: int
+    reason: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreTried(Event):
+    """A place to resume from was tried: memory, a partner's memory, or a checkpoint on disk."""
+
+    rung: str
+    step: int | None
+    ok: bool
+    detail: str
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

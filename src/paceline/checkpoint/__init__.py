@@ -1,5 +1,7 @@
 """Saving and loading the state of a run."""
 
-from paceline.checkpoint.interim import BEST, latest, name_of, read, steps, write, write_best
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.save import load, save
 
-__all__ = ["BEST", "latest", "name_of", "read", "steps", "write", "write_best"]
+__all__ = ["Checkpoint", "Folder", "load", "save"]

@@ -46,25 +46,23 @@ def overlap(a: Box, b: Box) -> Box | None:
     return Box(offset, shape) if all(length > 0 for length in shape) else None
 
 
-def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
-    """What a rank holds that took ``indices[d]``, in this order, along each dimension d.
+Runs = Sequence[tuple[int, int]]
+"""Stretches of indices along one dimension, in the order in which they are held: first, length."""
+
+
+def boxes_of(runs: Sequence[Runs]) -> Iterator[tuple[Box, Box]]:
+    """What a rank holds that took the indices ``runs[d]`` along each dimension d.
 
     Yields pairs: the box in the whole tensor, and the box of the same elements in the rank's own.
     """
-    for chosen in itertools.product(*map(_runs, indices)):
+    for chosen in itertools.product(*map(_with_positions, runs)):
+        shape = tuple(length for _, _, length in chosen)
         yield (
-            Box(tuple(r[0] for r in chosen), tuple(r[2] for r in chosen)),
-            Box(tuple(r[1] for r in chosen), tuple(r[2] for r in chosen)),
+            Box(tuple(first for first, _, _ in chosen), shape),
+            Box(tuple(position for _, position, _ in chosen), shape),
         )
 
 
-def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Stretches of consecutive numbers: first number, its position, how many."""
-    runs: list[tuple[int, int, int]] = []
-    for position, index in enumerate(indices):
-        if runs and index == runs[-1][0] + runs[-1][2]:
-            first, at, length = runs[-1]
-            runs[-1] = first, at, length + 1
-        else:
-            runs.append((index, position, 1))
-    return runs
+def _with_positions(runs: Runs) -> list[tuple[int, int, int]]:
+    starts = itertools.accumulate((length for _, length in runs), initial=0)
+    return [(first, at, length) for (first, length), at in zip(runs, starts, strict=False)]

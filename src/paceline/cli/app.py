@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import config
+from paceline.cli import checkpoint, config
 from paceline.cli.schedule import schedule
 from paceline.cli.train import train
 from paceline.cli.verify import verify
@@ -50,6 +50,7 @@ app.command()(train)
 app.command()(verify)
 app.command()(schedule)
 app.add_typer(config.app, name="config")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main() -> None:

@@ -239,9 +239,21 @@ def _saving(config: Config, callees: Mapping[str, Callee]) -> Problems:
             ("checkpoint", "mode"),
             "checkpoint.mode=max has no effect without checkpoint.best; name the metric there",
         )
+    if checkpoint.best is None and checkpoint.keep_best > 1:
+        yield (
+            ("checkpoint", "keep_best"),
+            f"checkpoint.keep_best={checkpoint.keep_best} has no effect without checkpoint.best; "
+            "name the metric there",
+        )
+    if checkpoint.storage and "://" not in (checkpoint.where or ""):
+        yield (
+            ("checkpoint", "storage"),
+            "checkpoint.storage is for a checkpoint.where that is a URL, such as s3://bucket/run",
+        )
     steps, every = config.train.steps, checkpoint.every
     too_late = every is not None and steps is not None and every > steps
-    if too_late and not checkpoint.save_at_end and checkpoint.best is None:
+    others = checkpoint.best or checkpoint.every_epoch or checkpoint.every_minutes
+    if too_late and not checkpoint.save_at_end and not others:
         yield (
             config._sources.culprit(("checkpoint", "every"), ("train", "steps")),
             f"checkpoint.every={every} is beyond train.steps={steps} and "

@@ -266,6 +266,35 @@ class Checkpoint(Section):
         default="min", description="Whether a smaller or a larger value of best is better."
     )
     save_at_end: bool = Field(default=True, description="Save when the run ends.")
+    every_minutes: float | None = Field(
+        default=None, gt=0, description="Save when this many minutes have passed since the last."
+    )
+    every_epoch: bool = Field(default=False, description="Save at the end of each epoch.")
+    keep_best: Positive = Field(
+        default=1, description="How many of the best to keep, where best is given."
+    )
+    keep_every: Positive | None = Field(
+        default=None, description="Keep those whose step is a multiple of this for good."
+    )
+    asynchronous: bool = Field(
+        default=True, description="Write while training goes on; it waits for a copy alone."
+    )
+    on_failure: Literal["warn", "stop"] = Field(
+        default="warn", description="What a save that fails does to the run."
+    )
+    where: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A folder or a URL such as s3://bucket/run; null: checkpoints/ in the run's "
+        "folder.",
+    )
+    storage: dict[str, Any] = Field(
+        default_factory=dict, description="Options for that URL's file system, as fsspec takes."
+    )
+    memory_every: Positive | None = Field(
+        default=None,
+        description="Keep a copy in memory that outlives a crash, every this many steps.",
+    )
 
 
 class Launch(Section):

@@ -35,6 +35,7 @@ from paceline.engine.options import (
     check_option_names,
     ways_of,
 )
+from paceline.engine.parts import Parts
 from paceline.engine.precision import Precision
 from paceline.engine.repoint import Groups
 from paceline.engine.result import Numbers, StepResult
@@ -142,6 +143,9 @@ class Engine:
         check_schedule(self.options["schedule"], self.optimizer)
         self._groups = Groups(optimizer, model)
         self._state = State(self)
+        self.parts = Parts(self)
+        # Set by a resume that has to wait for the first batch, which spreads the model.
+        self.after_spreading: Callable[[], None] | None = None
         self._meter = MemoryMeter(model, optimizer, self.device)
         self._spread: Spread | None = None
         if not needs_sample(self.layout, self._ways):
@@ -179,6 +183,9 @@ class Engine:
             peers.share_random_stream(self.layout, self.world)
         group = self.spread.data_group
         self._has_sync_norm = group.size > 1 and sync_batchnorm.join(self.model, group)
+        if self.after_spreading is not None:
+            self.after_spreading()
+            self.after_spreading = None
 
     def _materialise(self, root: nn.Module) -> None:
         """Give the model, or a stage of it, its values: those of one process on every layout."""

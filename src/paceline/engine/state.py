@@ -68,10 +68,10 @@ class State:
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, under all of its names. Called by every rank."""
-        return self._all_names({name: own[0] for name, own in self._held.items()})
+        return self._all_names({name: own[0] for name, own in self.held.items()})
 
     @property
-    def _held(self) -> Held:
+    def held(self) -> Held:
         """What this rank holds by name; the whole model before it is spread."""
         engine = self._engine
         if engine._spread is not None:
@@ -84,7 +84,7 @@ class State:
             name: parameters[0].grad
             if parameters[0].grad is not None
             else torch.zeros_like(parameters[0])
-            for name, parameters in self._held.items()
+            for name, parameters in self.held.items()
             if parameters[0].requires_grad
         }
         return self._merged(_whole(own))

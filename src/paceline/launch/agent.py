@@ -180,6 +180,13 @@ class Agent(LocalElasticAgent):
         """Have the ranks sent ``signum`` and, after the grace period, killed."""
         self._stop_signal = signum
 
+    def ask_to_save(self) -> None:
+        """Have the ranks save a checkpoint. Not their children: to those it may mean the end."""
+        for watcher in self._watchers.values():
+            if watcher.ended is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(watcher.pid, signal.SIGUSR1)
+
     def kill(self) -> None:
         """Kill every rank and what it started, now."""
         guard.signal_groups([w.pid for w in self._watchers.values()], signal.SIGKILL)

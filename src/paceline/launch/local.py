@@ -5,6 +5,7 @@ are done and leave no process behind, however they end:
 
 - a rank fails: the others are ended and :class:`~paceline.errors.RankFailed` carries the traceback
   of the one that failed first;
+- SIGUSR1: passed on to the ranks, which save a checkpoint and go on;
 - Ctrl-C, SIGTERM or SIGHUP: passed on to the ranks, which have ``grace`` seconds to save and leave;
   a second one kills them. Ctrl-C then surfaces as ``KeyboardInterrupt``, the others as
   ``SystemExit`` with 128 + the number of the signal;
@@ -176,6 +177,8 @@ class _Launch:
                 self._say_stopping(signals.first)
             if signals.insisted:
                 self.agent.kill()
+            if signals.take_save():
+                self.agent.ask_to_save()
             self.agent.kill_overdue()
             signals.note_end_of_program()
             thread.join(0.1)
@@ -270,9 +273,13 @@ class _Launch:
 
 
 class _Signals:
-    """Notes the signals that ask for an end, where they can be caught: in the main thread."""
+    """Notes the signals that ask for an end, where they can be caught: in the main thread.
+
+    SIGUSR1 asks for a checkpoint.
+    """
 
     def __init__(self) -> None:
+        self._save_asked = False
         self.first: signal.Signals | None = None
         self.insisted = False
         self._first_at = 0.0
@@ -284,6 +291,7 @@ class _Signals:
                 # Ignored (nohup, a background job) stays ignored; None is a handler of C code.
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                     self._earlier[signum] = signal.signal(signum, self._note)
+            self._earlier[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note_save)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -296,6 +304,14 @@ class _Signals:
             self._first_at = time.monotonic()
         elif time.monotonic() - self._first_at > _ECHO_SECONDS:
             self.insisted = True
+
+    def _note_save(self, signum: int, frame: FrameType | None) -> None:
+        self._save_asked = True
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        asked, self._save_asked = self._save_asked, False
+        return asked
 
     def note_end_of_program(self) -> None:
         """In a thread: when the program's main thread is gone, the ranks are to end as well."""

@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> None:
     """Run one rank."""
     _die_with_launcher()
     _one_log_for_both_streams()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save before there is a trainer
     # The import takes seconds. A Ctrl-C in the middle of it has nothing to save: leave at once.
     handlers = {s: signal.signal(s, _leave) for s in (signal.SIGINT, signal.SIGTERM)}
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record

@@ -123,13 +123,17 @@ class Spread:
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether this rank adds its part of ``parameter`` to the norm, being the first with it."""
-        if id(parameter) in self._duplicates:
+        if self.is_duplicate(parameter):
             return False
         copy, shard = divmod(self.place.dp, self.layout.shards)
         cut = cuts(parameter)
         first_of_tp = "tp" in cut or self.place.tp == 0
         first_of_shards = "shards" in cut or shard == 0
         return copy == 0 and first_of_tp and first_of_shards
+
+    def is_duplicate(self, parameter: nn.Parameter) -> bool:
+        """Whether it is a copy of a tied weight that an earlier pipeline stage holds too."""
+        return id(parameter) in self._duplicates
 
     def _held(self) -> dict[str, list[nn.Parameter]]:
         if self.pipeline is not None:

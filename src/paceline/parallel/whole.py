@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.parallel.tensor.shards import full_tensor, local_of
+from paceline.parallel.tensor.shards import Runs, full_tensor, local_of, runs_of
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -34,6 +34,11 @@ def cuts(tensor: Tensor) -> dict[str, int]:
 def whole(tensor: Tensor) -> Tensor:
     """The whole of ``tensor``; a collective of the ranks that hold its parts."""
     return full_tensor(tensor)
+
+
+def held_runs(tensor: Tensor) -> list[Runs]:
+    """For each dimension of the whole: which indices :func:`local` holds, as (first, length)."""
+    return runs_of(tensor)
 
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Protocol, TextIO
 
 from paceline.events import (
     Baseline,
+    CheckpointFailed,
     CheckpointSaved,
     EpochDone,
     EvalDone,
@@ -16,6 +17,7 @@ from paceline.events import (
     NonFinite,
     Note,
     RanksStarted,
+    RestoreTried,
     RunFailed,
     RunFinished,
     RunStarted,
@@ -185,7 +187,11 @@ def _display_for(stream: TextIO) -> Display:
 
 
 def _is_warning(event: Event) -> bool:
-    return isinstance(event, NonFinite) or (isinstance(event, Note) and event.level == "warning")
+    if isinstance(event, Note):
+        return event.level == "warning"
+    if isinstance(event, RestoreTried):  # a rung that is simply not there is no trouble
+        return not event.ok and event.step is not None
+    return isinstance(event, NonFinite | CheckpointFailed)
 
 
 def _describe(event: Event) -> str | None:
@@ -211,6 +217,12 @@ def _describe(event: Event) -> str | None:
         case CheckpointSaved():
             best = "best so far, " if event.reason == "best" else ""
             return f"step {event.step}: saved {event.path} ({best}{size(event.bytes)})"
+        case CheckpointFailed():
+            return f"step {event.step}: NOT saved: {event.error}"
+        case RestoreTried(ok=True):
+            return f"resuming from {event.rung}, step {event.step} ({duration(event.seconds)})"
+        case RestoreTried(step=int()):
+            return f"cannot resume from {event.rung}, step {event.step}: {event.detail}"
         case NonFinite():
             ranks = ", ".join(str(rank) for rank in event.ranks)
             where = f" on rank {ranks}" if ranks else ""

@@ -4,11 +4,13 @@ from paceline.trainer.callbacks import Callback, EarlyStopping
 from paceline.trainer.evaluate import WholeSet
 from paceline.trainer.history import History
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
+from paceline.trainer.saving import Checkpoints
 from paceline.trainer.trainer import Trainer
 
 __all__ = [
     "Callback",
     "Checkpointing",
+    "Checkpoints",
     "DataOptions",
     "EarlyStopping",
     "Evaluation",

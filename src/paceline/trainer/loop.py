@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline import checkpoint
 from paceline.data import Loader
 from paceline.engine import StepResult
 from paceline.errors import CheckpointError, NonFiniteError
 from paceline.events import (
+    CheckpointFailed,
     CheckpointSaved,
     EpochDone,
     EvalDone,
@@ -26,8 +27,8 @@ from paceline.trainer.callbacks import sign_of, value_of
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
 from paceline.trainer.reporting import Reporter
+from paceline.trainer.saving import Checkpoints, Restored
 from paceline.trainer.stopping import GO_ON, INTERRUPT, Interrupted, StopRequests
-from paceline.world import collectives, rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
@@ -48,6 +49,7 @@ class Loop:
         epochs: int | None,
         reporter: Reporter,
         stops: StopRequests,
+        checkpoints: Checkpoints | None,
     ) -> None:
         self.trainer = trainer
         self.engine = trainer.engine
@@ -55,21 +57,21 @@ class Loop:
         self.train, self.val = train, val
         self.total_steps, self.epochs = total_steps, epochs
         self.reporter, self.stops = reporter, stops
+        self.checkpoints = checkpoints
+        if checkpoints is not None:
+            checkpoints.add("loop", self)
+            checkpoints.add("callbacks", _CallbackStates(self))
         self.started = time.perf_counter()
         self.epoch_loss, self.epoch_samples, self.epoch_seconds = 0.0, 0, 0.0
         self.last_metrics: dict[str, float] = {}
         self.evaluated_at = self.saved_at = -1
         self.evaluation_due = False
-        self.best = math.inf
+        self.best: list[float] = []  # of the metric to keep the best by, smaller is better
         self.samples = 0
         self._steps_run = 0
+        self._snapshots_failed = False
+        self._saved_time = time.monotonic()  # clocks on the wall may go back
         self._unreported: list[tuple[int, StepResult, float]] = []
-
-    @property
-    def folder(self) -> Path | None:
-        """Where checkpoints go; ``None`` when the run keeps nothing on disk."""
-        run_dir = self.trainer.run_dir
-        return None if run_dir is None else run_dir / "checkpoints"
 
     def run(self) -> History:
         """Train to the end, or to where the ranks agreed to stop."""
@@ -102,6 +104,7 @@ class Loop:
             request = INTERRUPT
         if self.trainer.checkpoint.at_end or request == INTERRUPT:
             self._save("stop" if request else "end")
+        self._report_saves(last=True)
         history = self._finish(_REASONS.get(request, "stopped"))
         self._each("on_fit_end", self.trainer, history)
         return history
@@ -124,14 +127,13 @@ class Loop:
                 self._epoch_done(epoch)
             if _due(self.trainer.evaluation.every, result.step):
                 self._evaluate()
-            if _due(self.trainer.checkpoint.every, result.step):
-                self._save("every")
-            request = self.stops.agree()
+            request = self._save_if_due(result.step, epoch_over=over)
             if request != GO_ON or self._finished():
                 return request
             waited_from = time.perf_counter()
         if not over:  # a stream tells that it has ended only when asked for more
             self._epoch_done(self.trainer.epoch)
+            return self._save_if_due(0, epoch_over=True)
         return self.stops.agree()
 
     def _step(self, batch: Any) -> StepResult:
@@ -252,108 +254,137 @@ class Loop:
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
         options = self.trainer.checkpoint
-        if options.best is None or self.folder is None:
+        if options.best is None or self.checkpoints is None:
             return
         value = sign_of(options.mode) * value_of(metrics, options.best, "Checkpointing(best=)")
-        if not value < self.best:
+        if not math.isfinite(value) or len(self.best) == options.keep_best <= sum(
+            known <= value for known in self.best
+        ):
             return
-        self.best = value
-        path = self._save("best")
-        if path is not None and self.world.is_main:
-            checkpoint.write_best(self.folder, path)
+        self.best = sorted([*self.best, value])[: options.keep_best]
+        self._save("best")
 
     # ------------------------------------------------------------------ state
 
-    def _save(self, reason: str) -> Path | None:
-        """Write a checkpoint of this step, unless there is one already. A collective."""
-        step = self.engine.steps_done
-        if self.folder is None:
-            return None
-        path = self.folder / checkpoint.name_of(step)
-        if self.saved_at == step:
-            return path
-        self._catch_up()
-        started = time.perf_counter()
-        state = self._state(collectives.all_gather_object(rng_state()))
-        failure = None
-        if self.world.is_main:
-            try:
-                checkpoint.write(self.folder, step, state, keep=self.trainer.checkpoint.keep)
-            except CheckpointError as error:
-                failure = str(error)
-        failure = collectives.broadcast_object(failure)
-        if failure is not None:
-            raise CheckpointError(failure)
-        self.saved_at = step
-        shown_dir = self.trainer.shown_dir
-        assert shown_dir is not None
-        self.reporter.emit(
-            CheckpointSaved(
-                step=step,
-                path=str(shown_dir / "checkpoints" / path.name),
-                bytes=path.stat().st_size if self.world.is_main else 0,
-                seconds=time.perf_counter() - started,
-                reason=reason,
-            )
+    def _save_if_due(self, step: int, *, epoch_over: bool) -> int:
+        """Save where it is time to, and hear what the ranks were asked meanwhile."""
+        options, checkpoints = self.trainer.checkpoint, self.checkpoints
+        if checkpoints is None:
+            return self.stops.agree()
+        if step and _due(options.memory_every, step):
+            self._snapshot(checkpoints)
+        if step and _due(options.every, step):
+            self._save("every")
+        elif epoch_over and options.every_epoch:
+            self._save("epoch")
+        minutes = options.every_minutes
+        passed = (time.monotonic() - self._saved_time) / 60
+        agreed = self.stops.agree_after_step(
+            save=minutes is not None and self.world.is_main and passed >= minutes,
+            busy=checkpoints.busy,
         )
-        self._each("on_checkpoint", self.trainer, path)
+        if agreed.save:
+            self._save("minutes" if minutes is not None else "asked")
+        elif not agreed.busy:
+            self._report_saves()
+        return agreed.request
+
+    def _snapshot(self, checkpoints: Checkpoints) -> None:
+        """Keep the state in memory; where there is no room, the run goes on without."""
+        if self._snapshots_failed:
+            return
+        self._catch_up()
+        try:
+            checkpoints.snapshot()
+        except CheckpointError as error:
+            if self.trainer.checkpoint.on_failure == "stop":
+                raise
+            self._snapshots_failed = True
+            step = self.engine.steps_done
+            told = f"{error} No more copies are kept in memory in this run."
+            self.reporter.emit(CheckpointFailed(step=step, reason="memory", error=told))
+            if self.world.is_main:
+                warnings.warn(f"step {step}: {told}", stacklevel=2)
+
+    def _save(self, reason: str) -> None:
+        """Begin a checkpoint of this step, unless there is one already. A collective."""
+        step = self.engine.steps_done
+        if self.checkpoints is None or self.saved_at == step:
+            return
+        self._catch_up()
+        self.saved_at = step
+        metrics = self.last_metrics if self.evaluated_at == step else {}
+        self.checkpoints.save(reason=reason, metrics=metrics, info={"epoch": self.trainer.epoch})
+        self._saved_time = time.monotonic()
+        if not self.trainer.checkpoint.asynchronous:
+            self._report_saves()
+
+    def _report_saves(self, *, last: bool = False) -> None:
+        """Tell how saves ended; ``last`` waits for the one being written and wants it good."""
+        if self.checkpoints is None:
+            return
+        failed = None
+        for outcome, reason, stalled in self.checkpoints.finished(wait=last):
+            if outcome.error is not None:
+                failed = outcome.error
+                self.reporter.emit(
+                    CheckpointFailed(step=outcome.step, reason=reason, error=outcome.error)
+                )
+                if self.world.is_main:
+                    warnings.warn(f"step {outcome.step}: NOT saved: {failed}", stacklevel=2)
+                continue
+            failed = None
+            self.reporter.emit(
+                CheckpointSaved(
+                    step=outcome.step,
+                    path=self._shown(outcome.path),
+                    bytes=outcome.bytes,
+                    seconds=outcome.seconds,
+                    stalled=stalled,
+                    reason=reason,
+                )
+            )
+            self._each("on_checkpoint", self.trainer, Path(outcome.path))
+        if failed is not None and (last or self.trainer.checkpoint.on_failure == "stop"):
+            raise CheckpointError(failed)
+
+    def _shown(self, path: str) -> str:
+        """As the user wrote the run's folder."""
+        run_dir, shown = self.trainer.run_dir, self.trainer.shown_dir
+        if run_dir is not None and shown is not None and Path(path).is_relative_to(run_dir):
+            return str(shown / Path(path).relative_to(run_dir))
         return path
 
-    def _state(self, streams: list[Any]) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is, beside what engine and loader know."""
         return {
-            "layout": str(self.engine.layout),
-            "engine": self.engine.state_dict(),
-            "loader": self.train.state_dict(),
-            "random": streams,
-            "callbacks": [(type(c).__qualname__, c.state_dict()) for c in self.trainer.callbacks],
-            "loop": {
-                "epoch_loss": self.epoch_loss,
-                "epoch_samples": self.epoch_samples,
-                "epoch_seconds": self.epoch_seconds,
-                "evaluated_at": self.evaluated_at,
-                "evaluation_due": self.evaluation_due,
-                "last_metrics": self.last_metrics,
-                "best": self.best,
-            },
+            "epoch_loss": self.epoch_loss,
+            "epoch_samples": self.epoch_samples,
+            "epoch_seconds": self.epoch_seconds,
+            "evaluated_at": self.evaluated_at,
+            "evaluation_due": self.evaluation_due,
+            "last_metrics": self.last_metrics,
+            "best": self.best,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: to the bit at the same layout, to rounding at another."""
-        self.engine.load_state_dict(state["engine"])
-        self.train.load_state_dict(state["loader"])
-        self._restore_callbacks(state["callbacks"])
-        for name, value in state["loop"].items():
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        for name, value in state.items():
             setattr(self, name, value)
+
+    def went_on(self, restored: Restored) -> None:
+        """A checkpoint was restored: to the bit at the same layout, to rounding at another."""
         self.saved_at = self.engine.steps_done
         self.trainer.epoch = self.train.epoch
-        if len(state["random"]) == self.world.size:
-            set_rng_state(state["random"][self.world.rank])
-        else:
+        if not restored.has_random:
             self.reporter.emit(
                 Note(
-                    message=f"resumed from {state['layout']} on {self.world.size} ranks: dropout "
-                    "and other randomness on the ranks starts new streams"
+                    message=f"resumed from {restored.info.get('layout', 'another layout')} on "
+                    f"{self.world.size} ranks: dropout and other randomness on the ranks starts "
+                    "new streams"
                 )
             )
             self.world.seed(self.trainer.seed + self.engine.steps_done)
-
-    def _restore_callbacks(self, states: list[tuple[str, dict[str, Any]]]) -> None:
-        """Give each callback the state of the first of its kind that no other has taken."""
-        left = list(states)
-        for callback in self.trainer.callbacks:
-            kind = type(callback).__qualname__
-            found = next((entry for entry in left if entry[0] == kind), None)
-            if found is not None:
-                left.remove(found)
-                callback.load_state_dict(found[1])
-        if lost := [kind for kind, saved in left if saved]:
-            self.reporter.emit(
-                Note(
-                    level="warning",
-                    message=f"the checkpoint holds the state of callbacks that this run does not "
-                    f"have: {', '.join(lost)}",
-                )
-            )
 
     # ------------------------------------------------------------------ telling
 
@@ -393,6 +424,36 @@ class Loop:
     def _each(self, method: str, *arguments: Any) -> None:
         for callback in self.trainer.callbacks:
             getattr(callback, method)(*arguments)
+
+
+class _CallbackStates:
+    """What the callbacks save, each under its kind."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def state_dict(self) -> list[tuple[str, dict[str, Any]]]:
+        """Of each callback, in their order."""
+        callbacks = self._loop.trainer.callbacks
+        return [(type(callback).__qualname__, callback.state_dict()) for callback in callbacks]
+
+    def load_state_dict(self, states: list[tuple[str, dict[str, Any]]]) -> None:
+        """Give each callback the state of the first of its kind that no other has taken."""
+        left = list(states)
+        for callback in self._loop.trainer.callbacks:
+            kind = type(callback).__qualname__
+            found = next((entry for entry in left if entry[0] == kind), None)
+            if found is not None:
+                left.remove(found)
+                callback.load_state_dict(found[1])
+        if lost := [kind for kind, saved in left if saved]:
+            self._loop.reporter.emit(
+                Note(
+                    level="warning",
+                    message=f"the checkpoint holds the state of callbacks that this run does not "
+                    f"have: {', '.join(lost)}",
+                )
+            )
 
 
 def _due(every: int | None, step: int) -> bool:

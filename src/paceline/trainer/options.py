@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,25 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What is saved in ``run_dir/checkpoints``: every ``every`` steps, on a stop, and at the end.
+    """When state is saved, what is kept, and where.
 
-    The newest ``keep`` stay; with ``best``, the best by that validation metric stays too.
+    Args:
+        every: save every so many steps.
+        every_minutes: save when so many minutes have passed since the last save.
+        every_epoch: save at the end of each epoch.
+        at_end: save when the run ends. An interrupted run always saves.
+        keep: how many of the newest stay.
+        best: keep the best by this validation metric, too.
+        mode: whether a smaller (``min``) or a larger (``max``) value of it is better.
+        keep_best: how many of the best stay.
+        keep_every: those whose step is a multiple of it stay for good.
+        asynchronous: write while training goes on; the run stands still for a copy to memory only.
+        on_failure: what a save that fails does to the run: ``warn`` or ``stop``. The last save of
+            a run raises either way.
+        where: a folder or a URL such as ``s3://bucket/run``; ``run_dir/checkpoints`` by default.
+        storage: options for that URL's file system, as fsspec takes them.
+        memory_every: every so many steps, keep a copy of the state in memory that outlives a
+            crash of the process (and, with several nodes, of a node).
     """
 
     every: int | None = None
@@ -50,10 +66,30 @@ class Checkpointing:
     best: str | None = None
     mode: str = "min"
     at_end: bool = True
+    every_minutes: float | None = None
+    every_epoch: bool = False
+    keep_best: int = 1
+    keep_every: int | None = None
+    asynchronous: bool = True
+    on_failure: str = "warn"
+    where: str | None = None
+    storage: Mapping[str, Any] | None = None
+    memory_every: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "every", "keep")
+        _at_least_one(self, "every", "keep", "keep_best", "keep_every", "memory_every")
         sign_of(self.mode)
+        minutes = self.every_minutes
+        if minutes is not None and not (_is_number(minutes) and minutes > 0):
+            raise TrainingError(f"Checkpointing: every_minutes={minutes!r} must be above 0.")
+        if self.on_failure not in ("warn", "stop"):
+            raise TrainingError(
+                f"Checkpointing: on_failure={self.on_failure!r} must be 'warn' or 'stop'."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _at_least_one(options: Any, *names: str) -> None:

@@ -1,11 +1,11 @@
-"""When a run ends before its last step: signals, callbacks, and all ranks agreeing on it."""
+"""What a run is asked while it trains, by signals and callbacks, and all ranks agreeing on it."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,22 @@ class Interrupted(Exception):
     """All ranks have agreed to leave: a signal came during a pass that can be left halfway."""
 
 
+class Agreed(NamedTuple):
+    """What the ranks agreed on after a step."""
+
+    request: int
+    """The strongest request of any rank: go on, stop, interrupt."""
+    save: bool
+    """Some rank asks for a checkpoint now."""
+    busy: bool
+    """Some rank is still writing one."""
+
+
 class StopRequests:
     """Collects what this rank was asked, and lets the ranks agree on the strongest request.
 
     While active it takes SIGINT and SIGTERM: the first asks for an orderly end, the second is
-    handled as it would have been without us.
+    handled as it would have been without us. SIGUSR1 asks for a checkpoint, as often as it comes.
     """
 
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -31,7 +42,9 @@ class StopRequests:
     def __init__(self, world: World) -> None:
         self._world = world
         self._own = GO_ON
+        self._save_asked = False
         self._before: dict[signal.Signals, Any] = {}
+        self._save_before: Any = None
         self.signal: int | None = None
         self.reason = ""
 
@@ -42,15 +55,25 @@ class StopRequests:
 
     def agree(self) -> int:
         """The strongest request of any rank. A collective: every rank calls it."""
+        return self._strongest([self._own])[0]
+
+    def agree_after_step(self, *, save: bool, busy: bool) -> Agreed:
+        """The same, and what else the ranks must do together. A collective."""
+        asked, self._save_asked = self._save_asked, False
+        request, save_now, any_busy = self._strongest([self._own, save or asked, busy])
+        return Agreed(request, bool(save_now), bool(any_busy))
+
+    def _strongest(self, values: list[int]) -> list[int]:
         if self._world.size == 1:
-            return self._own
-        request = torch.tensor(self._own)
-        dist.all_reduce(request, dist.ReduceOp.MAX, group=self._world.everyone.cpu_group)
-        return int(request)
+            return values
+        shared = torch.tensor([int(value) for value in values])
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._world.everyone.cpu_group)
+        return [int(value) for value in shared.tolist()]
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
             self._before = {s: signal.signal(s, self._handle) for s in self.signals}
+            self._save_before = signal.signal(signal.SIGUSR1, self._ask_save)
         return self
 
     def __exit__(
@@ -60,6 +83,12 @@ class StopRequests:
         traceback: TracebackType | None,
     ) -> None:
         self._put_back()
+        if self._save_before is not None:
+            signal.signal(signal.SIGUSR1, self._save_before)
+            self._save_before = None
+
+    def _ask_save(self, number: int, frame: FrameType | None) -> None:
+        self._save_asked = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = number

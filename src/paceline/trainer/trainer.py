@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline import checkpoint as checkpoints
+from paceline.checkpoint.folder import Folder
 from paceline.data import Loader, from_dataloader, loader
 from paceline.engine import Engine, EngineOptions
 from paceline.engine.loss import LossFunction
@@ -31,8 +31,9 @@ from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
 from paceline.trainer.reporting import Reporter
+from paceline.trainer.saving import Checkpoints, Stateful
 from paceline.trainer.stopping import STOP, StopRequests
-from paceline.world import World, collectives
+from paceline.world import World
 
 
 class Trainer:
@@ -55,6 +56,8 @@ class Trainer:
         data, evaluation, checkpoint: how batches are drawn, when to evaluate, what to save.
         timeout: seconds a rank waits for the others.
         measure_memory: measure the second step, and report the bytes on each rank as an event.
+        objects: by name, anything else to save and restore: it needs ``state_dict`` and
+            ``load_state_dict``.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Trainer:
         checkpoint: Checkpointing = Checkpointing(),
         timeout: float | None = None,
         measure_memory: bool = False,
+        objects: Mapping[str, Stateful] | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
         own = inspect.signature(Trainer).parameters.keys() - {"engine"}
@@ -95,6 +99,7 @@ class Trainer:
         self.data, self.evaluation, self.checkpoint = data, evaluation, checkpoint
         self.timeout = timeout
         self.measure_memory = measure_memory
+        self.objects = dict(objects or {})
         self.engine_options = engine
         # Where this rank writes events; fit(nproc=…) sets it where there is no run_dir.
         self.events_dir = self.run_dir
@@ -186,11 +191,10 @@ class Trainer:
         self.model, self.optimizer = self._engine.model, self._engine.optimizer
         train_loader = self._loader(train, "train")
         val_loader = None if val is None else self._loader(val, "val")
-        state = self._state_to_resume(world, resume)
-        reporter = self._reporter(world, state is not None)
-        if resume and state is None:
-            where = f"{self.run_dir} holds no checkpoint"
-            reporter.emit(Note(message=f"{where}: the run starts from the beginning"))
+        goes_on = self.checkpoint_dir is not None and (resume or world.restart_count > 0)
+        reporter = self._reporter(world, goes_on)
+        checkpoints = self._checkpoints(reporter, train_loader)
+        clean = False
         with StopRequests(world) as stops:
             self._stops = stops
             loop = Loop(
@@ -201,13 +205,17 @@ class Trainer:
                 epochs=epochs,
                 reporter=reporter,
                 stops=stops,
+                checkpoints=checkpoints,
             )
             try:
-                if state is not None:
-                    loop.restore(state)
+                if goes_on and checkpoints is not None:
+                    self._resume(loop, checkpoints)
                 history = loop.run()
+                clean = True
             finally:
                 self._stops = None
+                if checkpoints is not None:
+                    checkpoints.close(clean=clean)
                 reporter.close()
                 train_loader.close()
                 if val_loader is not None:
@@ -252,10 +260,12 @@ class Trainer:
         restarted = (place := read_environment()) is not None and place.restart_count > 0
         if resume or restarted:
             return
-        if checkpoints.steps(self.run_dir / "checkpoints"):
+        assert self.checkpoint_dir is not None
+        folder = Folder(self.checkpoint_dir, dict(self.checkpoint.storage or {}) or None)
+        if folder.checkpoints() or folder.old_format():
             raise CheckpointError(
-                f"{self.run_dir} already holds a run with checkpoints. Pass resume=True to go on "
-                "with it, or choose another run_dir."
+                f"{folder.where} already holds the checkpoints of a run. Pass resume=True to go "
+                "on with it, or choose another run_dir."
             )
 
     def _check_uses_of_val(self, val: Any) -> None:
@@ -275,15 +285,35 @@ class Trainer:
         for who, metric in watched:
             value_of({"loss": 0.0, **dict.fromkeys(self.metrics, 0.0)}, metric, who)
 
-    def _state_to_resume(self, world: World, resume: bool) -> dict[str, Any] | None:
-        if self.run_dir is None or not (resume or world.restart_count > 0):
+    @property
+    def checkpoint_dir(self) -> str | None:
+        """Where checkpoints go, a path or a URL; ``None`` when the run keeps nothing on disk."""
+        where = self.checkpoint.where
+        if self.run_dir is None:
+            return where
+        if where is not None and "://" in where:
+            return where
+        return str(self.run_dir / (where or "checkpoints"))
+
+    def _checkpoints(self, reporter: Reporter, train: Loader) -> Checkpoints | None:
+        if self.checkpoint_dir is None:
             return None
-        found = checkpoints.latest(self.run_dir / "checkpoints") if world.is_main else None
-        # Rank 0 decides which one is whole; the others must not come to another verdict.
-        path = collectives.broadcast_object(None if found is None else found[0])
-        if path is None:
-            return None
-        return found[1] if found is not None else checkpoints.read(path)
+        return Checkpoints(
+            self.checkpoint_dir,
+            self.engine,
+            loader=train,
+            objects=self.objects,
+            options=self.checkpoint,
+            report=reporter.emit,
+        )
+
+    def _resume(self, loop: Loop, checkpoints: Checkpoints) -> None:
+        restored = checkpoints.restore()
+        if restored is not None:
+            loop.went_on(restored)
+            return
+        where = f"{checkpoints.folder.where} holds no checkpoint"
+        loop.reporter.emit(Note(message=f"{where}: the run starts from the beginning"))
 
     def _reporter(self, world: World, resumed: bool) -> Reporter:
         history = History()

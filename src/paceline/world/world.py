@@ -75,6 +75,7 @@ class World:
         # That of the engine made last; loaders made without one follow it.
         self.layout: Layout | None = None
         self._meshes: dict[Layout, DeviceMesh] = {}
+        self._background: dict[str, dist.ProcessGroup] = {}
         self._closed = False
         self._barriers = 0
         self.everyone = self._make_group(tuple(range(self.size)))
@@ -237,6 +238,19 @@ class World:
             self._meshes[layout] = make_mesh(layout, self.device)
         return self._meshes[layout]
 
+    def background_group(self, name: str) -> dist.ProcessGroup | None:
+        """A Gloo group of all ranks for a thread of its own; ``None`` in a world of one.
+
+        Collectives of two threads on one group would mix. **Every** rank must ask for it; asking
+        twice for the same ``name`` gives the same group.
+        """
+        self._require_open("background_group()")
+        if self.backend == "none":
+            return None
+        if name not in self._background:
+            self._background[name] = dist.new_group(backend="gloo", timeout=self.timeout)
+        return self._background[name]
+
     def close(self) -> None:
         """Leave the world: destroys the process group if this world made it. May be called twice.
 
@@ -344,6 +358,8 @@ class World:
         return group, cpu_group
 
     def _destroy_own_groups(self) -> None:
+        for background in self._background.values():
+            dist.destroy_process_group(background)
         for group in self._groups.values():
             for own in {group.process_group, group._cpu_group} - {None, dist.group.WORLD}:
                 dist.destroy_process_group(own)

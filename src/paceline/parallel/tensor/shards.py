@@ -174,6 +174,47 @@ def local_of(full: Tensor, like: DTensor) -> Tensor:
     return local.clone() if local is full else local
 
 
+Runs = list[tuple[int, int]]
+"""Stretches of indices along one dimension, in the order in which they are held: first, length."""
+
+
+def runs_of(tensor: Tensor) -> list[Runs]:
+    """For each dimension of the whole of ``tensor``: the indices of what this rank holds of it."""
+    runs: list[Runs] = [[(0, size)] for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return runs
+    mesh = tensor.device_mesh
+    for index in reversed(range(mesh.ndim)):
+        found = _dim_and_chunks(tensor.placements[index])
+        if found is not None:
+            dim, chunks = found
+            chunks = chunks if _is_tp(tensor, index) else 1
+            runs[dim] = cut_runs(runs[dim], mesh.size(index), mesh.get_local_rank(index), chunks)
+    return runs
+
+
+def cut_runs(runs: Runs, parts: int, index: int, chunks: int = 1) -> Runs:
+    """What part ``index`` of ``parts`` has of ``runs``; of each of ``chunks`` equal chunks."""
+    size = sum(length for _, length in runs) // chunks
+    start, length = rows_of(size, parts, index)
+    return [
+        piece
+        for chunk in range(chunks)
+        for piece in _between(runs, chunk * size + start, chunk * size + start + length)
+    ]
+
+
+def _between(runs: Runs, start: int, end: int) -> Runs:
+    """The indices at the positions from ``start`` up to ``end``."""
+    found, position = [], 0
+    for first, length in runs:
+        low, high = max(start, position), min(end, position + length)
+        if low < high:
+            found.append((first + low - position, high - low))
+        position += length
+    return found
+
+
 class _Line:
     """One dimension of a mesh, as :func:`cut` sees it."""
 

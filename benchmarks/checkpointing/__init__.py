@@ -1,0 +1,1 @@
+"""What the four checkpoint benchmarks share."""

@@ -1,0 +1,198 @@
+"""A run that saves and is killed while it does: what its ranks do, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import paceline.checkpoint
+from checkpointing.forks import Here
+from checkpointing.states import Shapes, differing, gpt_shapes, redraw, state_of, whole_tensors
+from paceline.checkpoint import manifest
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.save import load
+from paceline.checkpoint.saver import Saver
+from paceline.errors import CheckpointError
+
+CODE = str(Path(paceline.checkpoint.__file__).parent)
+KEEP = Keep(last=2)
+PHASES = (
+    "before the first file",
+    "files half written",
+    "files whole, no manifest",
+    "manifest half written",
+    "manifest in place",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run saves and ends. The last of its saves is the one to be killed in.
+
+    ``again``: the last save is one more of the step before, with other values. ``line``: the rank
+    ``victim`` kills itself when it comes to this line of the checkpoint code, counted.
+    """
+
+    world: int
+    number: int
+    saves: int = 2
+    again: bool = False
+    victim: int = 0
+    line: int | None = None
+
+    def attempt(self, save: int) -> int:
+        """A number that no other save of any run has."""
+        return self.number * 10 + save
+
+
+def shapes_for(megabytes: int) -> Shapes:
+    """A GPT with Adam of about this size."""
+    width = 64
+    while 12 * 2 * 12 * width**2 < megabytes * 10**6:
+        width += 4
+    return gpt_shapes(layers=2, width=width)
+
+
+def seed_of(step: int, attempt: int) -> int:
+    return step * 1_000_003 + attempt
+
+
+class Lines:
+    """Counts the lines of checkpoint code that this process runs; kills it at the one to ``die`` at."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.die: int | None = None
+
+    def __enter__(self) -> Lines:
+        self.count = 0
+        threading.settrace(self._call)  # for the saver's thread
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(CODE) else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.count += 1
+            if self.count == self.die:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self._line
+
+
+def run(here: Here, where: str, shapes: Shapes, plan: Plan, traced: bool) -> None:
+    """What a rank does: take the folder, go on from the newest state, save ``plan.saves`` times."""
+    torch.set_num_threads(1)
+    group = here.group(timeout=20)
+    folder = Folder(where)
+    if here.rank == 0:
+        lock = folder.lock("killed again and again")
+        here.say(cleaned=folder.clean())
+    if group is not None:
+        dist.barrier(group)
+    step = 0
+    tensors = whole_tensors(shapes, 0)
+    if (good := folder.newest_good()) is not None:
+        load(good, state_of(tensors, 0, 1).tensors, group)
+        check(good, tensors, shapes)
+        step = good.step
+    here.say(resumed=step)
+    saver = Saver(folder, group, KEEP)
+    lines = Lines()
+    for save in range(plan.saves):
+        last = save == plan.saves - 1
+        step += not (last and plan.again)
+        lines.die = plan.line if last and plan.victim == here.rank else None
+        attempt = plan.attempt(save)
+        redraw(tensors, seed_of(step, attempt))
+        objects = {"loop": {"step": step, "attempt": attempt}} if here.rank == 0 else {}
+        state = state_of(tensors, here.rank, here.world, objects)
+        here.say(begin=step, attempt=attempt, last=last)
+        if traced:
+            with lines:
+                saver.save(step, state, {"attempt": attempt})
+                redraw(tensors, -1)  # training goes on: what is saved must not change with it
+                [outcome] = saver.wait()
+        else:
+            saver.save(step, state, {"attempt": attempt})
+            redraw(tensors, -1)
+            [outcome] = saver.wait()
+        here.say(
+            done=step,
+            attempt=attempt,
+            error=outcome.error,
+            seconds=outcome.seconds,
+            lines=lines.count,
+            strays=strays(folder) if here.rank == 0 and not last else [],
+        )
+    saver.close()
+    if here.rank == 0:
+        lock.release()
+
+
+def check(checkpoint: Checkpoint, tensors: dict[str, Any], shapes: Shapes) -> tuple[int, int]:
+    """Raise unless ``tensors`` are what was saved; the step and the attempt they are of."""
+    loop = checkpoint.read_object("loop")
+    if loop["step"] != checkpoint.step:
+        raise CheckpointError(f"{checkpoint.path} holds step {loop['step']}")
+    expected = whole_tensors(shapes, seed_of(loop["step"], loop["attempt"]))
+    if wrong := differing(tensors, expected):
+        raise CheckpointError(f"{checkpoint.path} differs from what was saved in {wrong}")
+    return loop["step"], loop["attempt"]
+
+
+def newest(where: str, shapes: Shapes) -> tuple[int, int]:
+    """Load the newest state in one process: its step and attempt. Raises if anything is amiss."""
+    told: list[str] = []
+    good = Folder(where).newest_good(lambda _, text: told.append(text))
+    if told:
+        raise CheckpointError(f"looks finished and is not whole: {told}")
+    if good is None:
+        return 0, 0
+    tensors = whole_tensors(shapes, 0)
+    load(good, state_of(tensors, 0, 1).tensors, None)
+    return check(good, tensors, shapes)
+
+
+def strays(folder: Folder) -> list[str]:
+    """Whatever is in the folder and not part of a finished checkpoint."""
+    known = {".lock"}
+    for checkpoint in folder.checkpoints():
+        known |= {checkpoint.name, f"{checkpoint.name}/{manifest.NAME}"}
+        known |= {f"{checkpoint.name}/{file}" for file in checkpoint.manifest.files}
+    root = Path(folder.where)
+    return sorted({str(path.relative_to(root)) for path in root.rglob("*")} - known)
+
+
+def phase(where: str, step: int, attempt: int, ranks: int, size: int) -> str:
+    """How far the save of ``step`` had come, by what it left; ``size``: what all files would have."""
+    checkpoint = Folder(where).get(step)
+    folder = Path(checkpoint.path)
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if manifest.NAME in names:
+        if checkpoint.manifest.info["attempt"] == attempt:
+            return PHASES[4]
+        names -= checkpoint.manifest.files.keys()
+    if any(name.endswith(".tmp") for name in names):
+        return PHASES[3]
+    files = [folder / name for name in names if name.endswith(".bin")]
+    if not files:
+        return PHASES[0]
+    whole = len(files) == ranks and sum(path.stat().st_size for path in files) >= size
+    return PHASES[2] if whole else PHASES[1]

@@ -1,0 +1,60 @@
+"""How the checkpoint benchmarks tell what they found: a table, and a file beside the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parents[1] / "results"
+console = Console()
+
+
+def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a table."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(table)
+
+
+def write(name: str, content: dict[str, Any], path: Path | None = None) -> None:
+    """Write ``content`` and what machine it is of as JSON."""
+    path = path or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**machine(), **content}, indent=1), encoding="utf-8")
+    console.print(f"written to {path}")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures are of."""
+    return {"torch": torch.__version__, "cores": os.cpu_count(), "load_average": load_average()}
+
+
+def load_average() -> float:
+    """How many processes wanted a core during the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle one."""
+    return statistics.median(values)
+
+
+def median_ratio(values: Sequence[float], base: Sequence[float]) -> float:
+    """The median of the ratios of what was measured side by side."""
+    return statistics.median(a / b for a, b in zip(values, base, strict=True))
+
+
+def verdict(met: bool) -> str:
+    """For the reader who looks for a single word."""
+    return "met" if met else "MISSED"

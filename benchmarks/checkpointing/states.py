@@ -1,0 +1,98 @@
+"""A state whose every byte is known: a GPT's parameters and Adam's moments, drawn from a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.boxes import Box
+from paceline.checkpoint.part import Part, Piece, RankState
+from paceline.models import GPT
+
+_ODD = 0x01000193
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def gpt_shapes(layers: int, width: int, vocab: int = 256, context: int = 64) -> Shapes:
+    """Names and shapes of all that a run of this GPT with Adam saves."""
+    with torch.device("meta"):
+        model = GPT(vocab, context, layers, heads=4, width=width)
+    shapes: Shapes = {}
+    for name, parameter in model.named_parameters():
+        shapes[f"model/{name}"] = tuple(parameter.shape)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            shapes[f"optimizer/{name}/{moment}"] = tuple(parameter.shape)
+        shapes[f"optimizer/{name}/step"] = ()
+    return shapes
+
+
+def size_of(shapes: Shapes) -> int:
+    """Bytes of float32 tensors of these shapes."""
+    return sum(4 * torch.Size(shape).numel() for shape in shapes.values())
+
+
+def whole_tensors(shapes: Shapes, seed: int) -> dict[str, Tensor]:
+    """The tensors that ``seed`` stands for, whole."""
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    redraw(tensors, seed)
+    return tensors
+
+
+def redraw(tensors: dict[str, Tensor], seed: int) -> None:
+    """Give ``tensors`` other values, in place, as a training step would.
+
+    Bits that depend on the seed, the tensor and the place in it: fast, and all different.
+    """
+    first = 0
+    for tensor in tensors.values():
+        bits = tensor.view(-1).view(torch.int32)
+        torch.arange(first, first + len(bits), out=bits)
+        bits.mul_(_ODD).bitwise_xor_(_mixed(seed))
+        first += len(bits)
+
+
+def rows_of(length: int, rank: int, world: int) -> tuple[int, int]:
+    """First and last-but-one of the rows a rank has, cut as torch cuts a ``Shard(0)``."""
+    chunk = -(-length // world)
+    return min(rank * chunk, length), min((rank + 1) * chunk, length)
+
+
+def state_of(tensors: dict[str, Tensor], rank: int, world: int, objects: Any = None) -> RankState:
+    """What one of ``world`` ranks gives of whole ``tensors``: some rows of each, as views."""
+    parts: dict[str, Part] = {}
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        first, end = rows_of(shape[0], rank, world) if shape else (0, 0)
+        if not shape:  # every rank has it whole
+            pieces = (Piece(Box((), ()), tensor),)
+        elif first == end:
+            pieces = ()
+        else:
+            offset = (first, *(0 for _ in shape[1:]))
+            pieces = (Piece(Box(offset, (end - first, *shape[1:])), tensor[first:end]),)
+        parts[name] = Part(shape, tensor.dtype, pieces)
+    return RankState(parts, objects or {})
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """The names of tensors that are not the same to the bit."""
+    return [
+        name
+        for name, tensor in expected.items()
+        if name not in found
+        or found[name].shape != tensor.shape
+        or found[name].dtype != tensor.dtype
+        or not torch.equal(_bits(found[name]), _bits(tensor))
+    ]
+
+
+def _mixed(seed: int) -> int:
+    """The seed, spread over 31 bits."""
+    return (seed * 0x9E3779B97F4A7C15 >> 20) & 0x7FFFFFFF
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,161 @@
+"""Reading a file of a checkpoint through its blocks, each checked against the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.checkpoint.hashing import hash_block
+from paceline.checkpoint.manifest import FileEntry
+from paceline.checkpoint.storage import ReadableFile, Storage, StorageError
+from paceline.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something that is not as it was saved: which ``file``, ``what`` of it; a sentence as text."""
+
+    file: str
+    what: str
+    expected: str = ""
+    found: str = ""
+
+    def __str__(self) -> str:
+        if not self.expected:
+            return self.what
+        return f"{self.file} is damaged: {self.what}: expected {self.expected}, found {self.found}."
+
+
+class BlockReader:
+    """Ranges of bytes of one file. Raises ``CheckpointError`` rather than hand out a wrong byte.
+
+    For one thread. Keeps the block read last, so that small ranges in order cost one read a block.
+    """
+
+    def __init__(self, storage: Storage, path: str, entry: FileEntry) -> None:
+        self.path = storage.full(path)
+        self.entry = entry
+        self._span = max(storage.read_span // entry.block, 1) * entry.block
+        self._kept: tuple[int, memoryview] | None = None
+        self._buffer: memoryview | None = None
+        if (size := storage.size(path)) != entry.size:
+            raise CheckpointError(str(_size_damage(self.path, entry, size)))
+        self._file = storage.open_read(path)
+
+    def __enter__(self) -> BlockReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+        self._kept = self._buffer = None
+
+    def read(self, start: int, length: int) -> bytearray:
+        """The bytes from ``start`` on."""
+        data = bytearray(length)
+        self.read_into(start, memoryview(data))
+        return data
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``start`` on.
+
+        Whole blocks are read to where they belong and checked there: what ``into`` holds counts
+        only once this has returned.
+        """
+        into = into.cast("B") if into.nbytes else memoryview(bytearray())
+        block, end = self.entry.block, start + len(into)
+        if start < 0 or end > self.entry.size:
+            raise CheckpointError(
+                f"bytes {start} to {end} of {self.path}: it has {self.entry.size}."
+            )
+        at = start
+        while at < end:
+            whole = self._whole_blocks(at, end)
+            if whole:
+                self._fetch(at, into[at - start : at - start + whole])
+                at += whole
+            else:
+                first = at // block * block
+                stop = min(end, first + block)
+                into[at - start : stop - start] = self._block(first)[at - first : stop - first]
+                at = stop
+
+    def _whole_blocks(self, at: int, end: int) -> int:
+        """How many bytes from ``at`` to ``end`` are whole blocks, to be read in one go."""
+        if at % self.entry.block:
+            return 0
+        if end == self.entry.size:  # the last block is whole, however short
+            return min(end - at, self._span)
+        return min((end - at) // self.entry.block * self.entry.block, self._span)
+
+    def _block(self, first: int) -> memoryview:
+        """The whole block that begins at ``first``."""
+        if self._kept is None or self._kept[0] != first:
+            if self._buffer is None:
+                self._buffer = memoryview(bytearray(min(self.entry.block, self.entry.size)))
+            self._kept = None  # what the buffer holds is not what it says from here on
+            data = self._buffer[: min(self.entry.block, self.entry.size - first)]
+            self._fetch(first, data)
+            self._kept = first, data
+        return self._kept[1]
+
+    def _fetch(self, first: int, into: memoryview) -> None:
+        found = self._file.read_into(first, into)
+        if found != len(into):
+            raise CheckpointError(
+                f"{self.path} is damaged: expected {self.entry.size} bytes, found {first + found}."
+            )
+        for damage in _wrong_blocks(self.path, self.entry, first, into):
+            raise CheckpointError(str(damage))
+
+
+def file_damages(
+    storage: Storage, path: str, name: str, entry: FileEntry, progress: Callable[[int], None]
+) -> list[Damage]:
+    """All that is wrong with one file."""
+    if (size := storage.size(path)) != entry.size:
+        progress(entry.size)
+        return [_size_damage(name, entry, size)]
+    try:
+        with storage.open_read(path) as file:
+            return _blocks_damages(file, name, entry, storage.read_span, progress)
+    except StorageError as error:
+        if not error.unreadable:
+            raise
+        return [Damage(name, str(error))]
+
+
+def _blocks_damages(
+    file: ReadableFile, name: str, entry: FileEntry, span: int, progress: Callable[[int], None]
+) -> list[Damage]:
+    step = max(span // entry.block, 1) * entry.block
+    buffer = memoryview(bytearray(min(step, entry.size)))
+    damages: list[Damage] = []
+    for first in range(0, entry.size, step):
+        into = buffer[: entry.size - first]
+        found = file.read_into(first, into)
+        if found != len(into):  # cut while being read
+            return [*damages, _size_damage(name, entry, first + found)]
+        damages += _wrong_blocks(name, entry, first, into)
+        progress(len(into))
+    return damages
+
+
+def _wrong_blocks(name: str, entry: FileEntry, first: int, data: memoryview) -> list[Damage]:
+    """The blocks in ``data``, which begins at ``first``, that do not hash as they should."""
+    damages = []
+    for start in range(0, len(data), entry.block):
+        expected = entry.hashes[(first + start) // entry.block]
+        found = hash_block(data[start : start + entry.block])
+        if found != expected:
+            damages.append(Damage(name, f"block at byte {first + start}", expected, found))
+    return damages
+
+
+def _size_damage(name: str, entry: FileEntry, size: int | None) -> Damage:
+    if size is None:
+        return Damage(name, "missing", f"{entry.size} bytes", "no such file")
+    return Damage(name, "size", f"{entry.size} bytes", f"{size} bytes")

@@ -1,0 +1,243 @@
+"""One checkpoint: what it says of itself, whether its bytes are those it was saved with.
+
+Nothing is handed out that was not checked: every byte comes through a block whose hash is the one
+in the manifest. Reading executes no code from a file and needs no process group.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.blocks import BlockReader, Damage, file_damages
+from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
+from paceline.checkpoint.storage import Storage, StorageError, open_storage
+from paceline.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{9,})")
+_MOST_OPEN = 8
+
+
+def name_of(step: int) -> str:
+    """The name of the folder that holds the checkpoint of ``step``."""
+    return f"step-{step:09d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint a folder of this name holds; ``None`` if it is not one."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and name == name_of(int(match[1])) else None
+
+
+class Checkpoint:
+    """The folder ``name`` in ``storage``. Making one reads nothing yet."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.storage = storage
+        self.name = name
+        self._open: OrderedDict[str, BlockReader] | None = None
+
+    @classmethod
+    def at(cls, where: str | os.PathLike[str], options: dict[str, Any] | None = None) -> Checkpoint:
+        """The checkpoint whose own folder (or URL) is ``where``."""
+        text = os.fspath(where).rstrip("/")
+        if "://" not in text:
+            text = os.path.abspath(text)
+        above, _, name = text.rpartition("/")
+        return cls(open_storage(above or "/", options), name)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.path!r})"
+
+    @property
+    def path(self) -> str:
+        """Where it is, for people and for :meth:`at`."""
+        return self.storage.full(self.name)
+
+    @property
+    def step(self) -> int:
+        """After which optimizer step it was saved; known even where the manifest is damaged."""
+        step = step_of(self.name)
+        return self.manifest.step if step is None else step
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What it holds, read once. Raises where it is missing, damaged or another one's."""
+        path = f"{self.name}/{manifests.NAME}"
+        where = self.storage.full(path)
+        if self.storage.size(path) is None:
+            raise CheckpointError(
+                f"{self.path} holds no {manifests.NAME}: it is no checkpoint, or was never "
+                "finished."
+            )
+        try:
+            found = Manifest.from_bytes(self.storage.read_bytes(path), where)
+            problem = _contradiction(found, step_of(self.name))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            problem = f"it does not read like one ({type(error).__name__}: {error})"
+        if problem:
+            raise CheckpointError(f"{where} is damaged: {problem}.")
+        return found
+
+    def reader(self, file: str) -> BlockReader:
+        """The bytes of one of its files, each checked before it is handed out."""
+        if file not in self.manifest.files:
+            raise CheckpointError(f"{self.path} has no file {file!r}.")
+        path = f"{self.name}/{file}"
+        return BlockReader(self.storage, path, self.manifest.files[file])
+
+    def damages(
+        self,
+        progress: Callable[[int], None] | None = None,
+        files: Collection[str] | None = None,
+    ) -> list[Damage]:
+        """Everything wrong with it, by reading and hashing every byte; an empty list is a promise.
+
+        ``files`` narrows it to some of its files (so that ranks can share the work). ``progress``
+        is called with the number of bytes checked since the last call, from one thread at a time.
+        """
+        try:
+            entries = self.manifest.files
+        except StorageError as error:
+            if not error.unreadable:
+                raise
+            return [Damage(manifests.NAME, str(error))]
+        except CheckpointError as error:
+            return [Damage(manifests.NAME, str(error))]
+        told = threading.Lock()
+
+        def tell(count: int) -> None:
+            if progress is not None:
+                with told:
+                    progress(count)
+
+        def check(file: str) -> list[Damage]:
+            return file_damages(self.storage, f"{self.name}/{file}", file, entries[file], tell)
+
+        chosen = [file for file in entries if files is None or file in files]
+        if not chosen:
+            return []
+        with ThreadPoolExecutor(min(len(chosen), os.cpu_count() or 1, 8)) as pool:
+            return [damage for found in pool.map(check, chosen) for damage in found]
+
+    def read_object(self, name: str) -> Any:
+        """One of the plain values saved under ``objects``. Executes no code from the file."""
+        entry = self.manifest.objects.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.path} holds no object {name!r}; it has "
+                f"{', '.join(sorted(self.manifest.objects)) or 'none'}."
+            )
+        with self._reading(entry.file) as reader:
+            data = reader.read(entry.start, entry.length)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch.load raises whatever it trips over
+            raise CheckpointError(
+                f"object {name!r} of {self.path} cannot be loaded without executing code from the "
+                f"file, or was not made by torch.save: {type(error).__name__}."
+            ) from error
+
+    def read_tensor(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU, whichever ranks saved what of it."""
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} holds no tensor {name!r}.")
+        result = _empty(entry.shape, dtype_of(entry))
+        there = torch.zeros(entry.shape, dtype=torch.bool)
+        for stored in entry.stored:
+            part = result[stored.box.slices()]
+            target = part if part.is_contiguous() else _empty(part.shape, part.dtype)
+            if target.nbytes != stored.length:
+                raise CheckpointError(
+                    f"{name!r} of {self.path}: {stored.length} bytes for elements that take "
+                    f"{target.nbytes}."
+                )
+            with self._reading(stored.file) as reader:
+                reader.read_into(stored.start, memory_of(target))
+            if target is not part:
+                part.copy_(target)
+            there[stored.box.slices()] = True
+        if missing := there.numel() - int(there.sum()):
+            raise CheckpointError(
+                f"{self.path} lacks {missing} of the {there.numel()} elements of {name!r}."
+            )
+        return result
+
+    @contextmanager
+    def kept_open(self) -> Iterator[Checkpoint]:
+        """Inside, files stay open between reads: for reading many small things. For one thread."""
+        self._open = OrderedDict()
+        try:
+            yield self
+        finally:
+            for reader in self._open.values():
+                reader.close()
+            self._open = None
+
+    @contextmanager
+    def _reading(self, file: str) -> Iterator[BlockReader]:
+        if self._open is None:
+            with self.reader(file) as reader:
+                yield reader
+            return
+        if file not in self._open:
+            self._open[file] = self.reader(file)
+        self._open.move_to_end(file)
+        if len(self._open) > _MOST_OPEN:
+            self._open.popitem(last=False)[1].close()
+        yield self._open[file]
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor of any dtype, to be read from or written into."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Made of bytes: for some dtypes torch warns of what it cannot compute with them."""
+    memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    return memory.view(dtype).reshape(shape)
+
+
+def dtype_of(entry: TensorEntry) -> torch.dtype:
+    """The dtype that a tensor was saved with."""
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {entry.dtype!r}.")
+    return dtype
+
+
+def _contradiction(found: Manifest, step: int | None) -> str | None:
+    """How a manifest with the right hash still cannot be that of its folder."""
+    if step is not None and found.step != step:
+        return f"it is that of another checkpoint: expected step {step}, found step {found.step}"
+    for name, entry in found.files.items():
+        if name in ("", manifests.NAME) or name.startswith(".") or {*name} & {*"/\\\0"}:
+            return f"file name {name!r} does not stay in this folder"
+        if entry.block < 1 or len(entry.hashes) != -(-entry.size // entry.block):
+            return f"{name} of {entry.size} bytes has {len(entry.hashes)} hashes"
+    places: list[tuple[str, Stored | ObjectEntry]] = [*found.objects.items()]
+    places += [(name, stored) for name, t in found.tensors.items() for stored in t.stored]
+    for name, place in places:
+        if place.file not in found.files:
+            return f"{name!r} is said to be in {place.file!r}, which is not one of its files"
+        if min(place.start, place.length) < 0 or (
+            place.start + place.length > found.files[place.file].size
+        ):
+            return f"{name!r} is said to be beyond the end of {place.file}"
+    return None

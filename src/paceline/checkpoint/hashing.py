@@ -1,0 +1,72 @@
+"""Hashing bytes block by block, while they are on their way to or from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from paceline.checkpoint.manifest import BLOCK, FileEntry
+
+_WORTH_A_THREAD = 512 * 1024
+
+
+class BlockHasher:
+    """Takes the bytes of a file in order, in pieces of any size; knows its size and its hashes."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        if block < 1:
+            raise ValueError(f"a block of {block} bytes: it takes at least 1.")
+        self.block = block
+        self.size = 0
+        self._hashes: list[str] = []
+        self._current = xxhash.xxh3_128()
+
+    def update(self, data: memoryview | bytes | bytearray) -> None:
+        """Take the next bytes of the file."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            piece = view[: self.block - self.size % self.block]
+            self._current.update(piece)  # other threads run meanwhile
+            self.size += len(piece)
+            view = view[len(piece) :]
+            if self.size % self.block == 0:
+                self._hashes.append(self._current.hexdigest())
+                self._current.reset()
+
+    def digests(self) -> FileEntry:
+        """The entry of the file in the manifest, for the bytes taken so far."""
+        rest = [self._current.hexdigest()] if self.size % self.block else []
+        return FileEntry(self.size, (*self._hashes, *rest), self.block)
+
+
+def hashed(chunks: Iterable[memoryview], hasher: BlockHasher) -> Iterator[memoryview]:
+    """Pass ``chunks`` on, a block at most at a time, while ``hasher`` takes them.
+
+    A large piece is hashed in a second thread at the same time as whoever asked for it writes it;
+    the next is passed on only when that is done, so a chunk's memory may be used anew by then.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="paceline-hash") as pool:
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            for start in range(0, len(view), hasher.block):
+                piece = view[start : start + hasher.block]
+                if len(piece) < _WORTH_A_THREAD:
+                    hasher.update(piece)
+                    yield piece
+                else:
+                    done = pool.submit(hasher.update, piece)
+                    yield piece
+                    done.result()
+
+
+def hash_blocks(data: memoryview | bytes | bytearray, block: int = BLOCK) -> tuple[str, ...]:
+    """The hash of each block of ``data``, which begins where a block begins."""
+    view = memoryview(data).cast("B")
+    return tuple(hash_block(view[at : at + block]) for at in range(0, len(view), block))
+
+
+def hash_block(data: memoryview | bytes | bytearray) -> str:
+    """The hash of one block: xxh3-128, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)

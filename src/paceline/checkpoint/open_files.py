@@ -1,0 +1,109 @@
+"""A storage of files that this process holds open, whatever happens to their names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from paceline.checkpoint.storage import ReadableFile, Storage, explained
+from paceline.errors import CheckpointError
+
+
+class OpenFiles(Storage):
+    """Read only: some files, each under a path of our choosing, of which so many bytes count."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._files: dict[str, _OpenFile] = {}
+
+    def add(self, path: str, real: Path, size: int) -> None:
+        """Open the file ``real``, of which ``size`` bytes count, as ``path``."""
+        self.drop(path)
+        with explained("read", str(real)):
+            self._files[path] = _OpenFile(
+                str(real), os.open(real, os.O_RDONLY | os.O_CLOEXEC), size
+            )
+
+    def add_bytes(self, path: str, data: bytes) -> None:
+        """Have ``data`` as ``path``."""
+        handle = os.memfd_create("paceline")
+        os.write(handle, data)
+        self._files[path] = _OpenFile(self.full(path), handle, len(data))
+
+    def drop(self, path: str) -> None:
+        """Let go of one file."""
+        if path in self._files:
+            os.close(self._files.pop(path).handle)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        for path in list(self._files):
+            self.drop(path)
+
+    def names(self, folder: str = "") -> list[str]:
+        """See :meth:`Storage.names`."""
+        inside = f"{folder}/" if folder else ""
+        paths = (path.removeprefix(inside) for path in self._files if path.startswith(inside))
+        return sorted({path.partition("/")[0] for path in paths})
+
+    def size(self, path: str) -> int | None:
+        """See :meth:`Storage.size`."""
+        if path not in self._files:
+            return None
+        file = self._files[path]
+        return min(file.size, os.fstat(file.handle).st_size)
+
+    def open_read(self, path: str) -> ReadableFile:
+        """See :meth:`Storage.open_read`."""
+        if path not in self._files:
+            raise CheckpointError(f"{self.full(path)} is not in the memory of this node.")
+        return self._files[path]
+
+    def create(self, path: str, chunks: Iterable[memoryview]) -> None:
+        """Refused."""
+        raise self._refusal(path)
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        """Refused."""
+        raise self._refusal(path)
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Refused."""
+        raise self._refusal(path)
+
+    def delete(self, path: str) -> None:
+        """Refused."""
+        raise self._refusal(path)
+
+    def delete_folder(self, path: str) -> None:
+        """Refused."""
+        raise self._refusal(path)
+
+    def make_folder(self, path: str = "") -> None:
+        """Refused."""
+        raise self._refusal(path)
+
+    def _refusal(self, path: str) -> CheckpointError:
+        return CheckpointError(f"{self.full(path)} is a snapshot in memory: it can only be read.")
+
+
+class _OpenFile(ReadableFile):
+    def __init__(self, path: str, handle: int, size: int) -> None:
+        self.path = path
+        self.handle = handle
+        self.size = size
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        into = into[: max(self.size - offset, 0)]
+        done = 0
+        with explained("read", self.path):
+            while done < len(into):
+                got = os.preadv(self.handle, [into[done:]], offset + done)
+                if got == 0:
+                    break
+                done += got
+        return done
+
+    def close(self) -> None:
+        """Nothing: the storage closes it."""

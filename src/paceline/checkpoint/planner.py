@@ -1,0 +1,157 @@
+"""The planners that torch.distributed.checkpoint asks; what they answer is in ``plans``."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+
+from paceline.checkpoint.boxes import Box
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.part import Part, RankState
+from paceline.checkpoint.plans import (
+    Given,
+    box_of,
+    check_piece,
+    object_item,
+    read_plan,
+    shared_out,
+    tensor_item,
+)
+from paceline.checkpoint.together import travelling
+from paceline.errors import CheckpointError
+
+_PLAIN = "Let it hold tensors, numbers, strings, lists and dicts only. Nothing was written."
+
+
+class StateSavePlanner(SavePlanner):
+    """Saves a :class:`RankState`; ``problem`` is why this rank has none to give, if it has none."""
+
+    def __init__(self, step: int, state: RankState, problem: str | None = None) -> None:
+        self._step = step
+        self._state = state
+        self._problem = problem
+        self._pieces: dict[tuple[str, Box], Tensor] = {}
+        self._objects: dict[str, bytes] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Nothing to do: the state is known."""
+
+    @travelling
+    def create_local_plan(self) -> SavePlan:
+        """All that this rank could write."""
+        if self._problem is not None:
+            raise CheckpointError(self._problem)
+        items: list[WriteItem] = []
+        for name, part in self._state.tensors.items():
+            for piece in part.pieces:
+                check_piece(name, part, piece)
+                if piece.box.size and (name, piece.box) not in self._pieces:
+                    self._pieces[name, piece.box] = piece.tensor
+                    items.append(tensor_item(name, part, piece.box))
+        for name, value in self._state.objects.items():
+            self._objects[name] = object_bytes(name, value)
+            items.append(object_item(name, len(self._objects[name])))
+        known = {name: (part.shape, part.dtype) for name, part in self._state.tensors.items()}
+        return SavePlan(items, planner_data=Given(self._step, known))
+
+    @travelling
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Each thing by one rank."""
+        return shared_out(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As the coordinator decided."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The piece, or the bytes of the object."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._objects[write_item.index.fqn])
+        return self._pieces[write_item.index.fqn, box_of(write_item)]
+
+
+class PartsLoadPlanner(LoadPlanner):
+    """Fills ``parts`` from ``checkpoint``, each rank its own."""
+
+    def __init__(self, checkpoint: Checkpoint, parts: Mapping[str, Part]) -> None:
+        self._checkpoint = checkpoint
+        self._parts = parts
+        self._plan = LoadPlan([])
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Nothing to do: the parts are known."""
+
+    @travelling
+    def create_local_plan(self) -> LoadPlan:
+        """Empty: nobody else needs to know what this rank reads, so it is not sent around."""
+        self._plan = LoadPlan(read_plan(self._parts, self._checkpoint.manifest))
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Each rank its own."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """What this rank reads."""
+        return self._plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Never asked for: objects are read by ``Checkpoint.read_object``, without unpickling."""
+        raise CheckpointError(f"{read_item.dest_index.fqn!r} is no tensor.")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The memory that is to hold what ``read_item`` reads."""
+        index = read_item.dest_index
+        assert index.index is not None
+        piece = self._parts[index.fqn].pieces[index.index]
+        box = Box(tuple(read_item.dest_offsets), tuple(read_item.lengths))
+        return piece.tensor.detach()[box.slices()]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: it was read to where it belongs."""
+
+
+def object_bytes(name: str, value: object) -> bytes:
+    """``value`` as torch saves it; refused if it could not be loaded without executing code."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:  # pickle raises whatever an object's own methods raise
+        raise CheckpointError(
+            f"object {name!r} cannot be saved: {type(error).__name__}: {error}. {_PLAIN}"
+        ) from error
+    buffer.seek(0)
+    foreign = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever the unpickler trips over
+        what = f"holds {', '.join(sorted(foreign))}, which" if foreign else "is made so that it"
+        raise CheckpointError(
+            f"object {name!r} {what} could not be loaded without executing code. {_PLAIN}"
+        ) from error
+    return buffer.getvalue()

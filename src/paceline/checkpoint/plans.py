@@ -1,0 +1,297 @@
+"""Plans without bytes: which rank writes what of a state, what a rank reads to fill its parts.
+
+Pure functions on torch.distributed.checkpoint's own items. Its default planners are not used: they
+take boxes that begin at one place for equal, drop all but one object of a name without a word,
+weigh a box as if it were its whole tensor, and unpickle what they load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Size, Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    LoadItemType,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from paceline.checkpoint.boxes import Box, overlap
+from paceline.checkpoint.checkpoint import dtype_of
+from paceline.checkpoint.manifest import Manifest, TensorEntry
+from paceline.checkpoint.part import Part, Piece
+from paceline.errors import CheckpointError
+
+Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""The shapes and dtypes of whole tensors by name."""
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a rank says beside its items: of which step it is, and which tensors it knows."""
+
+    step: int
+    tensors: Tensors
+
+
+def tensor_item(name: str, part: Part, box: Box) -> WriteItem:
+    """The item that writes a box of a tensor."""
+    chunk = ChunkStorageMetadata(Size(box.offset), Size(box.shape))
+    data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), Size(part.shape))
+    return WriteItem(MetadataIndex(name, box.offset), WriteItemType.SHARD, tensor_data=data)
+
+
+def object_item(name: str, length: int) -> WriteItem:
+    """The item that writes an object of ``length`` bytes."""
+    data = BytesIOWriteData(length)
+    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, bytes_io_data=data)
+
+
+def box_of(item: WriteItem) -> Box:
+    """Which elements a tensor's item writes."""
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def bytes_of(item: WriteItem) -> int:
+    """How many bytes an item writes."""
+    if item.tensor_data is None:
+        assert item.bytes_io_data is not None
+        return item.bytes_io_data.nbytes
+    return box_of(item).size * item.tensor_data.properties.dtype.itemsize
+
+
+def check_piece(name: str, part: Part, piece: Piece) -> None:
+    """Raise unless ``piece`` is what it says to be, and can be read from and written into."""
+    box, tensor = piece.box, piece.tensor
+    problem = ""
+    if len(box.offset) != len(part.shape) or any(
+        offset < 0 or offset + length > size
+        for offset, length, size in zip(box.offset, box.shape, part.shape, strict=True)
+    ):
+        problem = f"the box {text(box)} does not lie in its shape {part.shape}"
+    elif tuple(tensor.shape) != box.shape:
+        problem = f"the box {text(box)} is held by a tensor of shape {tuple(tensor.shape)}"
+    elif tensor.dtype != part.dtype:
+        problem = f"said to be of {part.dtype}, it is held by a tensor of {tensor.dtype}"
+    elif type(tensor).__module__.startswith("torch.distributed.tensor"):
+        problem = f"the box {text(box)} is held by a DTensor: give its to_local()"
+    elif tensor.layout != torch.strided or tensor.is_quantized:
+        problem = f"the box {text(box)} is held by a tensor that is sparse or quantized"
+    elif tensor.is_meta:
+        problem = f"the box {text(box)} is on the meta device and holds no data"
+    if problem:
+        raise CheckpointError(f"tensor {name!r}: {problem}.")
+
+
+def shared_out(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """From what each rank could write, what each rank is to write; and all tensors there are.
+
+    Refuses a state whose ranks contradict each other or leave elements of a tensor out.
+    """
+    tensors = _agreed_tensors([plan.planner_data for plan in plans])
+    _check_objects(plans)
+    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
+    sizes: dict[tuple[str, Box], int] = {}
+    boxes: dict[str, dict[Box, int]] = {name: {} for name in tensors}
+    load = [0] * len(plans)
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                load[rank] += bytes_of(item)
+                continue
+            name, box = item.index.fqn, box_of(item)
+            holders[name, box].append(rank)
+            sizes[name, box] = bytes_of(item)
+            boxes[name].setdefault(box, rank)
+    for name, first_holders in boxes.items():
+        _check_cover(name, tensors[name][0], first_holders)
+
+    writers = _balanced(holders, sizes, load)
+    shares = []
+    for rank, plan in enumerate(plans):
+        own = [
+            item
+            for item in plan.items
+            if item.type == WriteItemType.BYTE_IO or writers[item.index.fqn, box_of(item)] == rank
+        ]
+        shares.append(dataclasses.replace(plan, items=own, planner_data=None))
+    metadata = {
+        name: TensorStorageMetadata(TensorProperties(dtype=dtype), Size(shape), [])
+        for name, (shape, dtype) in tensors.items()
+    }
+    return shares, Metadata(dict(metadata))
+
+
+def _agreed_tensors(given: Sequence[Given]) -> Tensors:
+    tensors: Tensors = {}
+    first: dict[str, int] = {}
+    for rank, own in enumerate(given):
+        if own.step != given[0].step:
+            raise CheckpointError(
+                f"rank 0 saves step {given[0].step} and rank {rank} step {own.step}. All ranks "
+                "must save after the same step. Nothing was written."
+            )
+        for name, (shape, dtype) in own.tensors.items():
+            known = tensors.setdefault(name, (shape, dtype))
+            other = first.setdefault(name, rank)
+            if known != (shape, dtype):
+                raise CheckpointError(
+                    f"tensor {name!r} is {known[1]} of shape {known[0]} on rank {other} and "
+                    f"{dtype} of shape {shape} on rank {rank}. Nothing was written."
+                )
+    return tensors
+
+
+def _check_objects(plans: Sequence[SavePlan]) -> None:
+    givers: dict[str, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                first = givers.setdefault(item.index.fqn, rank)
+                if first != rank:
+                    raise CheckpointError(
+                        f"object {item.index.fqn!r} is given by rank {first} and by rank {rank}: "
+                        "only one of them can be saved. Let one rank give it, or give it a name "
+                        "for each rank. Nothing was written."
+                    )
+
+
+def _check_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) -> None:
+    """Raise unless the boxes (by the rank that gives each) are the whole tensor, once."""
+    for one, other in _close_pairs(list(boxes)):
+        if overlap(one, other) is not None:
+            raise CheckpointError(
+                f"tensor {name!r}: the box {text(one)} of rank {boxes[one]} and the box "
+                f"{text(other)} of rank {boxes[other]} overlap without being equal: which one "
+                "counts? Nothing was written."
+            )
+    given, wanted = sum(box.size for box in boxes), Box((0,) * len(shape), shape).size
+    if given != wanted:
+        raise CheckpointError(
+            f"tensor {name!r} of shape {shape}: the ranks together give {given} of its {wanted} "
+            f"elements, in {len(boxes)} boxes. Every element must be given. Nothing was written."
+        )
+
+
+def _close_pairs(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
+    """Pairs that might overlap: those that do along the dimension with the most beginnings."""
+    if len(boxes) < 2 or not boxes[0].offset:
+        return
+    starts = [len({box.offset[d] for box in boxes}) for d in range(len(boxes[0].offset))]
+    along = starts.index(max(starts))
+    boxes.sort(key=lambda box: box.offset[along])
+    for i, one in enumerate(boxes):
+        end = one.offset[along] + one.shape[along]
+        for j in range(i + 1, len(boxes)):
+            if boxes[j].offset[along] >= end:
+                break
+            yield one, boxes[j]
+
+
+def _balanced(
+    holders: Mapping[tuple[str, Box], list[int]],
+    sizes: Mapping[tuple[str, Box], int],
+    load: list[int],
+) -> dict[tuple[str, Box], int]:
+    """Which of its holders writes each box: the one with the least to write, largest boxes first.
+
+    ``load`` is what ranks write already. What only one rank holds comes before all else.
+    """
+    writers: dict[tuple[str, Box], int] = {}
+    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key])):
+        writers[key] = rank = min(holders[key], key=load.__getitem__)
+        load[rank] += sizes[key]
+    return writers
+
+
+def read_plan(parts: Mapping[str, Part], manifest: Manifest) -> list[ReadItem]:
+    """What to read to fill ``parts``: each item a box of something stored, and where it goes.
+
+    Refuses parts that the checkpoint does not hold, or holds otherwise.
+    """
+    if missing := [name for name in parts if name not in manifest.tensors]:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} holds no tensor "
+            f"{', '.join(map(repr, missing[:_SHOWN]))}{more}. It is that of another model or "
+            "optimizer: build them as they were built then."
+        )
+    items: list[ReadItem] = []
+    for name, part in parts.items():
+        entry = manifest.tensors[name]
+        _check_same(name, part, entry)
+        for number, piece in enumerate(part.pieces):
+            check_piece(name, part, piece)
+            items += _reads(name, number, piece.box, entry)
+    return items
+
+
+def _check_same(name: str, part: Part, entry: TensorEntry) -> None:
+    if part.shape != entry.shape:
+        raise CheckpointError(
+            f"tensor {name!r} has shape {entry.shape} in the checkpoint and {part.shape} here. "
+            "Build the model as it was built then."
+        )
+    if part.dtype != dtype_of(entry):
+        raise CheckpointError(
+            f"tensor {name!r} is {dtype_of(entry)} in the checkpoint and {part.dtype} here. Build "
+            "the model in the dtype it was saved in: nothing is converted on the way."
+        )
+
+
+def _reads(name: str, number: int, box: Box, entry: TensorEntry) -> list[ReadItem]:
+    """How to fill ``box``, which is piece ``number`` of this rank's part."""
+    items, found = [], 0
+    for index, stored in enumerate(entry.stored):
+        common = overlap(box, stored.box)
+        if common is None:
+            continue
+        found += common.size
+        items.append(
+            ReadItem(
+                LoadItemType.TENSOR,
+                dest_index=MetadataIndex(name, box.offset, number),
+                dest_offsets=Size(common.within(box).offset),
+                storage_index=MetadataIndex(name, stored.box.offset, index),
+                storage_offsets=Size(common.within(stored.box).offset),
+                lengths=Size(common.shape),
+            )
+        )
+    if found != box.size:
+        raise CheckpointError(
+            f"tensor {name!r}: of the {box.size} elements of the box {text(box)} the checkpoint "
+            f"holds {found}. It was not saved whole."
+        )
+    return items
+
+
+def text(box: Box) -> str:
+    """``[0:4, 2:3]``."""
+    ranges = (f"{o}:{o + s}" for o, s in zip(box.offset, box.shape, strict=True))
+    return f"[{', '.join(ranges)}]"
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as one row.
+
+    Unlike ``reshape(-1)``, also of one element with an odd stride, which counts as contiguous.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,151 @@
+"""A rank's share of a snapshot: what it copies, and to where. Planned once, used at every step."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from paceline.checkpoint import meeting
+from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
+from paceline.checkpoint.part import RankState
+from paceline.checkpoint.planner import StateSavePlanner, object_bytes
+from paceline.checkpoint.plans import box_of, bytes_of, shared_out
+from paceline.checkpoint.writer import ALIGNMENT
+from paceline.errors import CheckpointError
+
+
+class Share:
+    """The boxes that this rank copies, and where in its file each begins.
+
+    Holds for every state of the structure it was made for; :meth:`fits` tells.
+    """
+
+    def __init__(self, state: RankState, items: Sequence[WriteItem], file: str) -> None:
+        self._structure = _structure(state)
+        self._file = file
+        self._sources: list[tuple[str, int]] = []
+        self._places: list[tuple[int, int, torch.dtype, tuple[int, ...]]] = []
+        stored: dict[str, list[Stored]] = {name: [] for name in state.tensors}
+        end = 0
+        for item in items:
+            if item.tensor_data is None:
+                continue  # objects change their size from step to step: they come last
+            name, box, length = item.index.fqn, box_of(item), bytes_of(item)
+            part, start = state.tensors[name], _aligned(end)
+            boxes = [piece.box for piece in part.pieces]
+            self._sources.append((name, boxes.index(box)))
+            self._places.append((start, length, part.dtype, box.shape))
+            stored[name].append(Stored(box, file, start, length))
+            end = start + length
+        self.tensors_end = end
+        self.on_cuda = any(
+            piece.tensor.is_cuda for part in state.tensors.values() for piece in part.pieces
+        )
+        self.index = Manifest(0, tensors=_entries(state, stored)).to_bytes()
+
+    def fits(self, state: RankState) -> bool:
+        """Whether ``state`` has the names, shapes, dtypes and boxes that this share is of."""
+        return _structure(state) == self._structure
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Where in ``memory`` each box goes."""
+        return [
+            memory[start : start + length].view(dtype).view(shape)
+            for start, length, dtype, shape in self._places
+        ]
+
+    def sources(self, state: RankState) -> list[Tensor]:
+        """What goes there."""
+        return [state.tensors[name].pieces[number].tensor for name, number in self._sources]
+
+    def place(self, objects: Mapping[str, bytes]) -> tuple[dict[str, ObjectEntry], int]:
+        """Where objects go, behind the tensors; and how many bytes the file then has."""
+        entries: dict[str, ObjectEntry] = {}
+        end = self.tensors_end
+        for name, data in objects.items():
+            start = _aligned(end)
+            entries[name] = ObjectEntry(self._file, start, len(data))
+            end = start + len(data)
+        return entries, end
+
+
+def plan_share(
+    step: int, state: RankState, file: str, group: dist.ProcessGroup | None
+) -> tuple[Share | None, str | None]:
+    """This rank's share, or why there is none on any rank. A collective.
+
+    The same plan as that of a checkpoint on disk: each box by one rank, evenly spread.
+    """
+    answer: Any
+    try:
+        mine: SavePlan | str = StateSavePlanner(step, state).create_local_plan()
+    except CheckpointError as error:
+        mine = str(error)
+    given = meeting.collect(mine, group)
+    answers = _share_out(given) if given is not None else None
+    answer = meeting.hand_out(answers, group)
+    if isinstance(answer, str):
+        return None, answer
+    return Share(state, answer.items, file), None
+
+
+def copy(sources: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+    """Copy every source to its view; done when it returns, on whichever device they were."""
+    with torch.no_grad():
+        for source, view in zip(sources, views, strict=True):
+            view.copy_(source, non_blocking=True)
+    for device in {source.device for source in sources if source.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def object_text(name: str, value: object) -> bytes:
+    """``value`` as torch saves it. Whether it can be loaded again is for the caller to see."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception:  # pickle raises whatever an object's own methods raise
+        return object_bytes(name, value)  # which says it in words
+    return buffer.getvalue()
+
+
+def _share_out(given: Sequence[SavePlan | str]) -> list[Any]:
+    """By rank, its share of the plan; the same text for all where something is wrong."""
+    problem = meeting.named([one if isinstance(one, str) else None for one in given])
+    if problem is None:
+        try:
+            shares, _ = shared_out([one for one in given if isinstance(one, SavePlan)])
+            return list(shares)
+        except CheckpointError as error:
+            problem = str(error)
+    return [problem] * len(given)
+
+
+def _structure(state: RankState) -> list[Any]:
+    tensors: list[Any] = [
+        (
+            name,
+            part.shape,
+            part.dtype,
+            # Of the tensors too: a copy would broadcast or convert one that does not fit its box.
+            [(p.box, p.tensor.shape, p.tensor.dtype, p.tensor.is_cuda) for p in part.pieces],
+        )
+        for name, part in state.tensors.items()
+    ]
+    return [*tensors, *state.objects]
+
+
+def _entries(state: RankState, stored: Mapping[str, list[Stored]]) -> dict[str, TensorEntry]:
+    return {
+        name: TensorEntry(part.shape, str(part.dtype).removeprefix("torch."), tuple(stored[name]))
+        for name, part in state.tensors.items()
+    }
+
+
+def _aligned(at: int) -> int:
+    return at + -at % ALIGNMENT

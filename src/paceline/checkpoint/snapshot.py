@@ -1,0 +1,125 @@
+"""A copy of a rank's state in host memory, made as fast as memory allows."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.part import Part, Piece, RankState
+from paceline.checkpoint.plans import check_piece
+from paceline.errors import CheckpointError
+
+_ALIGNMENT = 64
+
+
+class Snapshot:
+    """One buffer that a state is copied into, again and again.
+
+    It grows to the largest state it was given and is kept until :meth:`free`. It is pinned where
+    the state has CUDA tensors, if the system lets us: see :attr:`pinned`.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._unpin: weakref.finalize[..., Snapshot] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many bytes the buffer has."""
+        return self._buffer.numel()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether copies from CUDA go without a detour."""
+        return self._unpin is not None
+
+    def reserve(self, state: RankState) -> None:
+        """Make room for ``state``, so that the first :meth:`take` is as fast as any other."""
+        size = sum(_room(piece.tensor) for piece in _pieces(state))
+        on_cuda = _on_cuda(state)
+        if size <= self._buffer.numel() and (self.pinned or not on_cuda):
+            return
+        self.free()  # before the new one is made: never two at once
+        try:
+            buffer = torch.empty(size, dtype=torch.uint8)
+            # The system hands out memory page by page when it is first touched: now, not later.
+            buffer.zero_()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"no memory for a copy of the state: {size} bytes. Use less memory elsewhere, or "
+                f"spread the state over more ranks. ({error})"
+            ) from error
+        self._buffer = buffer
+        if on_cuda and _pin(buffer):
+            self._unpin = weakref.finalize(self, _release, buffer.data_ptr())
+
+    @torch.no_grad()
+    def take(self, state: RankState) -> RankState:
+        """A copy of ``state``: its tensors are in the buffer, until the next call.
+
+        When this returns, what ``state`` holds may change.
+        """
+        objects = {name: _copied(name, value) for name, value in state.objects.items()}
+        self.reserve(state)
+        at = 0
+        tensors: dict[str, Part] = {}
+        for name, part in state.tensors.items():
+            pieces = []
+            for piece in part.pieces:
+                check_piece(name, part, piece)
+                source = piece.tensor.detach()
+                room = self._buffer[at : at + source.numel() * source.element_size()]
+                target = room.view(source.dtype).view(source.shape)
+                target.copy_(source, non_blocking=True)
+                pieces.append(Piece(piece.box, target))
+                at += _room(source)
+            tensors[name] = Part(part.shape, part.dtype, tuple(pieces))
+        for device in {p.tensor.device for p in _pieces(state) if p.tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return RankState(tensors, objects)
+
+    def free(self) -> None:
+        """Give the memory back. What :meth:`take` returned keeps it alive while it is in use."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def _pieces(state: RankState) -> list[Piece]:
+    return [piece for part in state.tensors.values() for piece in part.pieces]
+
+
+def _on_cuda(state: RankState) -> bool:
+    return any(piece.tensor.is_cuda for piece in _pieces(state))
+
+
+def _room(tensor: Tensor) -> int:
+    size = tensor.numel() * tensor.element_size()
+    return size + -size % _ALIGNMENT
+
+
+def _copied(name: str, value: object) -> object:
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # whatever an object's own methods raise
+        raise CheckpointError(
+            f"object {name!r} cannot be copied: {type(error).__name__}: {error}. Let it hold "
+            "tensors, numbers, strings, lists and dicts only."
+        ) from error
+
+
+def _pin(buffer: Tensor) -> bool:
+    """Lock the pages of ``buffer`` in place for the GPU; false where the system refuses.
+
+    Registered rather than allocated as pinned: torch's allocator for that rounds up to a power of
+    two and does not give back.
+    """
+    return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0
+
+
+def _release(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

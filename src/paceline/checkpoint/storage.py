@@ -1,0 +1,308 @@
+"""Where checkpoints are kept: a few verbs that a local folder and an object store both have.
+
+Paths are relative to the storage's root, with ``/`` between their parts. Whatever the system
+refuses becomes a :class:`StorageError` that names the path, the cause and what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CheckpointError
+
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+"""The names of files that :meth:`Storage.replace` had not finished when its process died."""
+
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(:|//)")
+_BUFFER = 1024 * 1024
+_ADVICE = {
+    errno.ENOSPC: "Free some space or choose another folder, then resume.",
+    errno.EDQUOT: "Free some of your quota or choose another folder, then resume.",
+    errno.EROFS: "Make the file system writable or choose another folder.",
+    errno.EACCES: "Give this user the right to it or choose another folder.",
+    errno.EPERM: "Give this user the right to it or choose another folder.",
+    errno.ENOENT: "Something removed it meanwhile: is the disk still mounted?",
+    errno.ENOTDIR: "A part of this path is a file: move it away or choose another folder.",
+    errno.ESTALE: "The file system went away: mount it again, then resume.",
+    errno.EIO: "The disk or the network behind it fails: look at the system's log.",
+}
+
+
+class StorageError(CheckpointError):
+    """The storage refused: no space, read-only, no rights, gone. Says nothing of the bytes in it.
+
+    ``unreadable`` is true where a medium could not give back the bytes of one file.
+    """
+
+    def __init__(self, message: str, *, unreadable: bool = False) -> None:
+        self.unreadable = unreadable
+        super().__init__(message)
+
+
+class ReadableFile(ABC):
+    """A file opened for reading; closes itself at the end of a ``with`` block."""
+
+    size: int
+
+    @abstractmethod
+    def read_into(self, offset: int, into: memoryview) -> int:
+        """Fill ``into`` with the bytes from ``offset`` on; how many there were before the end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+    def __enter__(self) -> ReadableFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Storage(ABC):
+    """A place for files; ``where`` says which. Made by :func:`open_storage`."""
+
+    where: str
+    read_span: int = 4 * 1024 * 1024
+    """How many bytes one read should ask for."""
+
+    @abstractmethod
+    def names(self, folder: str = "") -> list[str]:
+        """What lies in ``folder``, sorted, one level deep; nothing where there is no folder."""
+
+    @abstractmethod
+    def size(self, path: str) -> int | None:
+        """The size of a file; ``None`` where there is none."""
+
+    @abstractmethod
+    def open_read(self, path: str) -> ReadableFile:
+        """Open a file."""
+
+    @abstractmethod
+    def create(self, path: str, chunks: Iterable[memoryview]) -> None:
+        """Write a new file, safe from a power cut when this returns. Its folder must exist.
+
+        Where it fails, nothing is left under this name if that can be helped.
+        """
+
+    @abstractmethod
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a file, new or not: at every instant it holds all of the old or all of the new."""
+
+    @abstractmethod
+    def put_new(self, path: str, data: bytes) -> bool:
+        """Write a small file unless there is one of that name; whether it was written."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Delete a file; one that is gone already is fine."""
+
+    @abstractmethod
+    def delete_folder(self, path: str) -> None:
+        """Delete a folder and all that is in it; one that is gone already is fine."""
+
+    @abstractmethod
+    def make_folder(self, path: str = "") -> None:
+        """Make a folder, and those above it; one that is there already is fine."""
+
+    def read_bytes(self, path: str) -> bytes:
+        """All bytes of a (small) file."""
+        with self.open_read(path) as file:
+            data = bytearray(file.size)
+            found = file.read_into(0, memoryview(data))
+        return bytes(data[:found])
+
+    def sizes(self, paths: Sequence[str]) -> list[int | None]:
+        """The size of each, as :meth:`size` tells it."""
+        return [self.size(path) for path in paths]
+
+    def full(self, path: str) -> str:
+        """``path`` as a person would write it, from the root of everything."""
+        return f"{self.where.rstrip('/')}/{path}" if path else self.where
+
+
+class LocalStorage(Storage):
+    """A folder of this machine, or one mounted on it."""
+
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(os.fspath(where)))
+        self.where = str(self.root)
+
+    def names(self, folder: str = "") -> list[str]:
+        """See :meth:`Storage.names`."""
+        with self._explained("list", folder):
+            try:
+                return sorted(os.listdir(self.root / folder))
+            except FileNotFoundError:
+                return []
+
+    def size(self, path: str) -> int | None:
+        """See :meth:`Storage.size`."""
+        with self._explained("look at", path):
+            try:
+                return os.stat(self.root / path).st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def open_read(self, path: str) -> ReadableFile:
+        """See :meth:`Storage.open_read`."""
+        with self._explained("read", path):
+            return _LocalFile(self, path)
+
+    def create(self, path: str, chunks: Iterable[memoryview]) -> None:
+        """See :meth:`Storage.create`. A file that is there already is refused."""
+        full = self.root / path
+        with self._explained("write", path):
+            # The buffer gathers small chunks; larger ones pass it by.
+            with open(full, "xb", buffering=_BUFFER) as file, _deleted_on_failure(full):
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            _fsync_folder(full.parent)
+
+    def replace(self, path: str, data: bytes) -> None:
+        """See :meth:`Storage.replace`."""
+        full = self.root / path
+        temporary = full.with_name(f".{full.name}.{secrets.token_hex(4)}.tmp")
+        with self._explained("write", path), _deleted_on_failure(temporary):
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, full)
+            _fsync_folder(full.parent)
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        """See :meth:`Storage.put_new`."""
+        try:
+            self.create(path, [memoryview(data)])
+        except StorageError as error:
+            if isinstance(error.__cause__, FileExistsError):
+                return False
+            raise
+        return True
+
+    def delete(self, path: str) -> None:
+        """See :meth:`Storage.delete`."""
+        with self._explained("delete", path), suppress(FileNotFoundError):
+            os.unlink(self.root / path)
+
+    def delete_folder(self, path: str) -> None:
+        """See :meth:`Storage.delete_folder`."""
+        with self._explained("delete", path), suppress(FileNotFoundError):
+            shutil.rmtree(self.root / path)
+
+    def make_folder(self, path: str = "") -> None:
+        """See :meth:`Storage.make_folder`."""
+        full = self.root / path
+        with self._explained("make the folder", path):
+            missing = [full, *full.parents]
+            missing = missing[: next(i for i, p in enumerate(missing) if p.is_dir())]
+            full.mkdir(parents=True, exist_ok=True)
+            for made in missing:
+                _fsync_folder(made.parent)  # the new name itself must survive a power cut
+
+    def _explained(self, verb: str, path: str) -> Any:
+        return explained(verb, self.full(path))
+
+
+class _LocalFile(ReadableFile):
+    def __init__(self, storage: LocalStorage, path: str) -> None:
+        self.path = storage.full(path)
+        self._handle = -1
+        self._handle = os.open(storage.root / path, os.O_RDONLY)
+        self.size = os.fstat(self._handle).st_size
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        done = 0
+        with explained("read", self.path):
+            while done < len(into):
+                # The kernel gives at most 2 GiB at a time, and may stop short anywhere.
+                got = os.preadv(self._handle, [into[done:]], offset + done)
+                if got == 0:
+                    break
+                done += got
+        return done
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def open_storage(where: str | os.PathLike[str], options: dict[str, Any] | None = None) -> Storage:
+    """The storage at a path, a ``file://`` URL, or any other URL that fsspec knows (``s3://…``).
+
+    ``options`` go to the file system behind a URL: credentials, endpoints. See its documentation.
+    """
+    text = os.fspath(where)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    elif _URL.match(text):
+        from paceline.checkpoint.fsspec_storage import FsspecStorage
+
+        return FsspecStorage(text, options)
+    if options:
+        raise CheckpointError(
+            f"storage options {', '.join(sorted(options))} for {text}: a local folder takes none. "
+            "Leave them out, or give a URL such as s3://bucket/folder."
+        )
+    return LocalStorage(text)
+
+
+@contextmanager
+def explained(verb: str, path: str) -> Iterator[None]:
+    """What the system refuses inside becomes a :class:`StorageError`."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(verb, path, error) from error
+
+
+def storage_error(verb: str, path: str, error: OSError) -> StorageError:
+    """The error for "cannot ``verb`` ``path``" because of ``error``."""
+    cause = os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
+    if error.errno == errno.EEXIST:
+        advice = "It is there already: another process works on this folder?"
+    else:
+        advice = _ADVICE.get(error.errno or 0, "Put this right or choose another folder.")
+    writing = verb in ("write", "make the folder")
+    untouched = "Earlier checkpoints are untouched. " if writing else ""
+    return StorageError(
+        f"cannot {verb} {path}: {cause}. {untouched}{advice}",
+        unreadable=verb == "read" and error.errno in (errno.EIO, errno.EBADMSG, errno.ENODATA),
+    )
+
+
+@contextmanager
+def _deleted_on_failure(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to tell
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _fsync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems know no fsync of a folder
+            raise
+    finally:
+        os.close(handle)

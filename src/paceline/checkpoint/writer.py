@@ -1,0 +1,212 @@
+"""Writing a checkpoint: each rank its own file, hashed on the way; last of all the manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.blocks import file_damages
+from paceline.checkpoint.checkpoint import Checkpoint, memory_of
+from paceline.checkpoint.hashing import BlockHasher, hashed
+from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
+from paceline.checkpoint.plans import box_of, bytes_of, flat
+from paceline.checkpoint.storage import LocalStorage
+from paceline.checkpoint.together import travelling
+from paceline.errors import CheckpointError
+
+ALIGNMENT = 64
+"""Every piece begins at a multiple of this, so that it can be mapped into memory as any dtype."""
+
+
+class StateWriter(StorageWriter):
+    """Writes the checkpoint of ``step``; ``info`` counts on rank 0, where the manifest is made."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, step: int, info: dict[str, Any], *, read_back: bool
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._storage = checkpoint.storage
+        self._step = step
+        self._info = info
+        self._read_back = read_back
+        self._token = ""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a writer writes once."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the coordinator is who is asked to prepare and to finish."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    @travelling
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the folder and give each rank the name of its file."""
+        try:
+            json.dumps(self._info)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the info of the checkpoint cannot be written as JSON: {error}. Nothing was "
+                "written."
+            ) from error
+        name = self._checkpoint.name
+        if not self._has_manifest():  # what a save left that was never finished
+            self._storage.delete_folder(name)
+        self._storage.make_folder(name)
+        self._token = secrets.token_hex(4)
+        return [
+            dataclasses.replace(plan, storage_data=f"rank-{rank:05d}-{self._token}.bin")
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file; a rank with nothing to write has none."""
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(plan, planner) if plan.items else [])
+        return future
+
+    @travelling
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        file: str = plan.storage_data
+        path = f"{self._checkpoint.name}/{file}"
+        placed = list(_placed(plan.items))
+        hasher = BlockHasher()
+        self._storage.create(path, hashed(_chunks(placed, planner), hasher))
+        entry = hasher.digests()
+        self._check_written(path, entry)
+        results = [WriteResult(MetadataIndex(file), entry.size, entry)]
+        for item, start in placed:
+            length = bytes_of(item)
+            where: Stored | ObjectEntry
+            if item.tensor_data is None:
+                where = ObjectEntry(file, start, length)
+            else:
+                where = Stored(box_of(item), file, start, length)
+            results.append(WriteResult(item.index, length, where))
+        return results
+
+    def _check_written(self, path: str, entry: FileEntry) -> None:
+        """Read the file back: what replaces an older checkpoint must be known to be good."""
+        if not self._read_back:
+            return
+        if isinstance(self._storage, LocalStorage):
+            damages = file_damages(
+                self._storage, path, self._storage.full(path), entry, lambda _: None
+            )
+            problem = str(damages[0]) if damages else ""
+        else:  # a remote storage checks what it was sent; all of it would have to come back
+            size = self._storage.size(path)
+            problem = f"expected {entry.size} bytes, found {size}." if size != entry.size else ""
+        if problem:
+            raise CheckpointError(
+                f"{self._storage.full(path)} does not read back as it was written: {problem} The "
+                "disk, its driver or the memory is at fault. Earlier checkpoints are untouched."
+            )
+
+    @travelling
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit: write the manifest, then delete what belongs to none."""
+        made = make_manifest(self._step, self._info, metadata, results)
+        folder = self._checkpoint.name
+        self._storage.replace(f"{folder}/{manifests.NAME}", made.to_bytes())
+        metadata.storage_data = made.bytes  # all ranks are told
+        # From here on it is saved, whatever happens.
+        with suppress(CheckpointError):
+            for name in self._storage.names(folder):
+                if name != manifests.NAME and name not in made.files:
+                    self._storage.delete(f"{folder}/{name}")
+
+    def abandon(self) -> None:
+        """After all ranks have failed: free the space of what they wrote. For the coordinator."""
+        if not self._token:
+            return
+        folder = self._checkpoint.name
+        with suppress(CheckpointError):  # why the save failed is what is told
+            if not self._has_manifest():
+                self._storage.delete_folder(folder)
+                return
+            known = self._storage.read_bytes(f"{folder}/{manifests.NAME}")
+            if self._token.encode() in known:
+                return
+            for name in self._storage.names(folder):
+                if name.endswith(f"-{self._token}.bin"):
+                    self._storage.delete(f"{folder}/{name}")
+
+    def _has_manifest(self) -> bool:
+        return self._storage.size(f"{self._checkpoint.name}/{manifests.NAME}") is not None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Not to be chosen by a path: it is made for one checkpoint."""
+        return False
+
+
+def make_manifest(
+    step: int, info: dict[str, Any], metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+) -> Manifest:
+    """What the coordinator knows of all tensors, and all ranks of what they wrote."""
+    made = Manifest(step, info)
+    stored: dict[str, list[Stored]] = {name: [] for name in metadata.state_dict_metadata}
+    for result in (result for by_rank in results for result in by_rank):
+        name, where = result.index.fqn, result.storage_data
+        if isinstance(where, FileEntry):
+            made.files[name] = where
+        elif isinstance(where, ObjectEntry):
+            made.objects[name] = where
+        else:
+            stored[name].append(where)
+    for name, known in metadata.state_dict_metadata.items():
+        assert isinstance(known, TensorStorageMetadata)
+        boxes = tuple(sorted(stored[name], key=lambda one: one.box.offset))
+        dtype = str(known.properties.dtype).removeprefix("torch.")
+        made.tensors[name] = TensorEntry(tuple(known.size), dtype, boxes)
+    return made
+
+
+def _placed(items: Sequence[WriteItem]) -> Iterator[tuple[WriteItem, int]]:
+    """The items with where in the file each begins."""
+    start = 0
+    for item in items:
+        yield item, start
+        start += bytes_of(item)
+        start += -start % ALIGNMENT
+
+
+def _chunks(placed: Sequence[tuple[WriteItem, int]], planner: SavePlanner) -> Iterator[memoryview]:
+    """The bytes of the file, one item after the other."""
+    end = 0
+    for item, start in placed:
+        if start > end:
+            yield memoryview(bytes(start - end))
+        data = planner.resolve_data(item)
+        view = data.getbuffer() if isinstance(data, io.BytesIO) else _dense(data)
+        if len(view) != bytes_of(item):
+            raise CheckpointError(
+                f"{item.index.fqn!r} has {len(view)} bytes where {bytes_of(item)} were planned."
+            )
+        yield view
+        end = start + len(view)
+
+
+def _dense(tensor: Tensor) -> memoryview:
+    """The elements of ``tensor``, row by row: its own memory where that holds them so."""
+    return memory_of(flat(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()))

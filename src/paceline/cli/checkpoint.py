@@ -1,0 +1,286 @@
+"""``paceline checkpoint``: look at, check, compare, convert and clear away checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.retention import Keep
+
+app = typer.Typer(
+    no_args_is_help=True, help="Look at, check, compare, convert and clear away checkpoints."
+)
+
+Where = Annotated[
+    str,
+    typer.Argument(
+        metavar="WHERE", help="A run folder, its checkpoints folder, one checkpoint, or a URL."
+    ),
+]
+Step = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="That of this step; else the newest.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+
+
+@app.command()
+def ls(where: Where, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run, and its snapshots in this machine's shared memory.
+
+    Each manifest is checked, and whether each file is there; 'verify' reads every byte.
+    """
+    from paceline.checkpoint.listing import list_checkpoints
+    from paceline.cli.checkpoint_list import list_as_json, show_list, snapshots_of
+
+    listed, snapshots = list_checkpoints(where), snapshots_of(where)
+    (list_as_json if as_json else show_list)(where, listed, snapshots)
+
+
+@app.command()
+def show(
+    where: Where,
+    step: Step = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a checkpoint holds: how it was saved, its tensors, its sizes by group."""
+    from paceline.checkpoint.finding import find_checkpoint
+    from paceline.cli.checkpoint_views import show_checkpoint, show_checkpoint_as_json
+
+    checkpoint = find_checkpoint(where, step)
+    if as_json:
+        show_checkpoint_as_json(checkpoint)
+    else:
+        show_checkpoint(checkpoint, tensors)
+
+
+@app.command()
+def verify(
+    where: Where,
+    step: Step = None,
+    every: Annotated[bool, typer.Option("--all", help="Every checkpoint of the run.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of a checkpoint and compare it with its hash.
+
+    The exit status is 0 when all is as it was saved, 1 when anything is damaged, 2 for a mistake.
+    """
+    from paceline.checkpoint.finding import find_checkpoint, find_folder
+    from paceline.cli.checkpoint_views import show_verdicts, verified
+    from paceline.errors import CheckpointError
+
+    try:
+        if every:
+            folder = find_folder(where)
+            chosen = folder.checkpoints()
+            if not chosen:
+                raise CheckpointError(f"{folder.where} holds no checkpoint.")
+        else:
+            chosen = [find_checkpoint(where, step)]
+        verdicts = [verified(checkpoint) for checkpoint in chosen]
+    except CheckpointError as error:
+        raise _mistake(error) from None  # 1 is for damage
+    show_verdicts(verdicts, as_json)
+    if any(verdict.damages for verdict in verdicts):
+        raise SystemExit(1)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or a run: its newest.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    step_a: Annotated[
+        int | None, typer.Option(metavar="N", help="A's of this step.", show_default=False)
+    ] = None,
+    step_b: Annotated[
+        int | None, typer.Option(metavar="N", help="B's of this step.", show_default=False)
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Compare what matches alone, like 'model/*'. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", help="Differences to list; 0: all.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Say which tensors and objects of two checkpoints differ, and by how much.
+
+    They may be of different layouts. The exit status is 0 when they are equal to the bit, 1 when
+    they differ, 2 for a mistake.
+    """
+    from paceline.checkpoint.diff import bytes_to_read, diff_checkpoints
+    from paceline.checkpoint.finding import find_checkpoint
+    from paceline.cli.checkpoint_screen import bar
+    from paceline.cli.checkpoint_views import show_difference
+    from paceline.errors import CheckpointError
+
+    try:
+        pair = find_checkpoint(a, step_a), find_checkpoint(b, step_b)
+        with bar("comparing", bytes_to_read(*pair, only or ())) as move:
+            found = diff_checkpoints(*pair, only=only or (), progress=move)
+    except CheckpointError as error:
+        raise _mistake(error) from None  # 1 is for a difference
+    show_difference(*pair, found, limit, as_json)
+    if not found.equal:
+        raise SystemExit(1)
+
+
+@app.command()
+def export(
+    where: Where,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The file or folder to write.")],
+    format: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="safetensors, hf or torch.")
+    ] = "safetensors",
+    step: Step = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Convert floating-point weights, like bfloat16.",
+            show_default=False,
+        ),
+    ] = None,
+    part: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Only this submodule, its names without NAME.", show_default=False
+        ),
+    ] = "",
+    hf_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="hf: the config.json, or a folder with one.", show_default=False
+        ),
+    ] = None,
+    max_shard: Annotated[
+        str, typer.Option(metavar="SIZE", help="hf: the largest file to write.")
+    ] = "5GB",
+    force: Annotated[bool, typer.Option("--force", help="Replace TARGET if it exists.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the weights of a checkpoint for other programs.
+
+    One safetensors file, a Hugging Face folder (hf), or a state dict of torch's (torch).
+    """
+    from paceline.checkpoint.export import export_weights, weights_of
+    from paceline.checkpoint.finding import find_checkpoint
+    from paceline.cli.checkpoint_screen import bar, parse_size
+    from paceline.cli.checkpoint_views import show_export
+
+    largest = parse_size(max_shard)
+    checkpoint = find_checkpoint(where, step)
+    weights = weights_of(checkpoint, part=part, dtype=dtype)
+    with bar("exporting", sum(weight.bytes for weight in weights)) as move:
+        written = export_weights(
+            checkpoint,
+            target,
+            format,
+            config=hf_config,
+            max_shard=largest,
+            part=part,
+            dtype=dtype,
+            force=force,
+            progress=move,
+        )
+    show_export(checkpoint, weights, written, format, as_json)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A .safetensors file, a Hugging Face folder, a torch .pt state dict, or a .pt "
+            "checkpoint of Paceline 0.1.",
+        ),
+    ],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A new folder (or URL) of checkpoints.")
+    ],
+    part: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="They are for this submodule: NAME. before each name.",
+            show_default=False,
+        ),
+    ] = "",
+    strip: Annotated[
+        str,
+        typer.Option(
+            metavar="PREFIX", help="Take this off each name, like 'module.'.", show_default=False
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint (step 0, the model alone) of weights from elsewhere.
+
+    Nothing in SOURCE is executed; what needs code to be loaded is refused, and what it needs said.
+    """
+    from paceline.checkpoint.importing import import_weights
+    from paceline.cli.checkpoint_views import show_import
+
+    show_import(import_weights(source, target, part=part, strip=strip), as_json)
+
+
+@app.command()
+def prune(
+    where: Where,
+    keep_last: Annotated[
+        int | None, typer.Option(metavar="K", help="Keep the newest K.", show_default=False)
+    ] = None,
+    keep_best: Annotated[
+        int, typer.Option(metavar="K", help="Keep the best K, by --metric.", show_default=False)
+    ] = 0,
+    metric: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What is best.", show_default=False)
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(metavar="min|max", help="Which value of the metric is better.")
+    ] = "min",
+    keep_every: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Keep every step that N divides.", show_default=False),
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Free the run's snapshots in shared memory too.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete checkpoints that need not stay, and what killed runs left behind.
+
+    Without any --keep option only leftovers go. The newest always stays, and is verified before
+    anything is deleted. Refused while a run is using the folder.
+    """
+    from paceline.cli.checkpoint_prune import run_prune
+
+    keep = _keep(keep_last, keep_best, metric, mode, keep_every)
+    run_prune(where, keep, memory=memory, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+def _keep(
+    last: int | None, best: int, metric: str | None, mode: str, every: int | None
+) -> Keep | None:
+    from paceline.checkpoint.retention import Keep
+    from paceline.errors import ConfigError
+
+    if metric is not None and not best:
+        raise ConfigError(f"--metric {metric}: how many are to be kept by it? Add --keep-best K.")
+    if last is None and not best and every is None:
+        return None
+    return Keep(1 if last is None else last, best, metric, mode, every)  # type: ignore[arg-type]
+
+
+def _mistake(error: Exception) -> SystemExit:
+    typer.echo(str(error), err=True)
+    return SystemExit(2)

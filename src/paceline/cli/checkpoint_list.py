@@ -1,0 +1,95 @@
+"""What ``paceline checkpoint ls`` prints: checkpoints, and snapshots in shared memory."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline.cli.checkpoint_screen import metrics_text, show_json, show_table, when
+from paceline.track.pace import size
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.listing import Listed
+
+_SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """What this machine's shared memory holds of a run."""
+
+    run: str
+    steps: tuple[int, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        steps = f"steps {', '.join(map(str, self.steps))}" if self.steps else "no whole snapshot"
+        return f"in shared memory: {steps} ({size(self.bytes)})"
+
+    def free(self) -> None:
+        """Give the memory back."""
+        from paceline.checkpoint.memory_files import free_run
+
+        free_run(self.run)
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+
+def snapshots_of(where: str) -> list[Snapshots]:
+    """The snapshots in shared memory of the run that ``where`` stands for."""
+    if not glob.glob(f"{_SHARED_MEMORY}/paceline-*"):
+        return []  # which takes no torch to know
+    from paceline.checkpoint.finding import locate
+    from paceline.checkpoint.memory_files import segments
+
+    folder = locate(where).folder
+    known = {where, folder, folder.rpartition("/")[0]}
+    known = {name if "://" in name else os.path.abspath(name) for name in known if name}
+    return [Snapshots(one.run, one.steps, one.bytes) for one in segments() if one.run in known]
+
+
+def show_list(where: str, listed: Sequence[Listed], snapshots: Sequence[Snapshots]) -> None:
+    """Print the checkpoints of a run as a table."""
+    if listed:
+        columns = ("step", "size", "when", "layout", "ranks", "reason", "metrics", "state")
+        show_table(columns, [_row(one) for one in listed])
+    else:
+        typer.echo(f"{where}: no checkpoint yet")
+    for one in listed:
+        if one.state in ("damaged", "old"):
+            typer.echo(f"{one.name}: {one.problem}")
+    for snapshot in snapshots:
+        typer.echo(str(snapshot))
+
+
+def _row(one: Listed) -> list[str]:
+    info = one.info
+    ranks = info.get("world_size", one.files if one.state == "whole" else "")
+    return [
+        str(one.step),
+        size(one.bytes) if one.bytes else "",
+        when(info),
+        str(info.get("layout", "")),
+        str(ranks),
+        str(info.get("reason", "")),
+        metrics_text(info),
+        one.state,
+    ]
+
+
+def list_as_json(where: str, listed: Sequence[Listed], snapshots: Sequence[Snapshots]) -> None:
+    """Print the same as JSON."""
+    show_json(
+        {
+            "where": where,
+            "checkpoints": [asdict(one) for one in listed],
+            "memory": [snapshot.to_json() for snapshot in snapshots],
+        }
+    )

@@ -1,0 +1,406 @@
+"""The checkpoints of a run: an engine's state and what goes with it, saved and found again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline import __version__
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.ladder import Rung, Tried, climb
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.memory import MemoryTier
+from paceline.checkpoint.memory_checkpoint import MemoryCheckpoint
+from paceline.checkpoint.part import Part, RankState, whole_part
+from paceline.checkpoint.recall import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
+from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.save import load
+from paceline.checkpoint.saver import Outcome, Saver
+from paceline.engine import Engine
+from paceline.engine.parts import as_part, empty_for
+from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError
+from paceline.events import Event, RestoreTried
+from paceline.trainer.options import Checkpointing
+from paceline.trainer.trees import is_large, put_together, take_apart
+from paceline.world import collectives, rng_state, set_rng_state
+
+OBJECTS = "user/"
+_LOADER, _RANDOM = "loader", "random/"
+
+
+class Stateful(Protocol):
+    """Anything that can be saved: it gives a ``state_dict`` and takes one back."""
+
+    def state_dict(self) -> Any:
+        """What has to survive."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take over what an earlier ``state_dict`` gave."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run goes on from."""
+
+    step: int
+    path: str
+    info: dict[str, Any]
+    has_random: bool
+    """Whether each rank's random streams go on, too: the world has the size it had then."""
+
+
+class Checkpoints:
+    """Saves an engine, its data's position, random streams and objects of yours; restores them.
+
+    For a loop of your own (the :class:`paceline.Trainer` has one inside). Every rank makes it and
+    calls its methods at the same steps::
+
+        checkpoints = paceline.Checkpoints("runs/mine/checkpoints", engine, loader=loader)
+        checkpoints.restore()
+        for batch in loader:
+            engine.step(batch)
+            if engine.steps_done % 100 == 0:
+                checkpoints.save()
+        checkpoints.close()
+
+    Args:
+        where: a folder or a URL such as ``s3://bucket/run``.
+        engine: the engine to save.
+        loader: where it is in the data.
+        objects: by name: anything with ``state_dict`` and ``load_state_dict``. Of an object that
+            is not the same on all ranks, rank 0's is saved.
+        options: what is kept, and how; its ``every…`` are the trainer's.
+        report: is given each event (a rung of the ladder that was tried).
+    """
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str],
+        engine: Engine,
+        *,
+        loader: Stateful | None = None,
+        objects: Mapping[str, Stateful] | None = None,
+        options: Checkpointing = Checkpointing(),
+        report: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.engine, self.options = engine, options
+        self._world = engine.world
+        self._stateful = {OBJECTS + name: o for name, o in _checked(objects or {}).items()}
+        if loader is not None:
+            self._stateful[_LOADER] = loader
+        self._report = report or (lambda event: None)
+        self.folder = Folder(where, dict(options.storage) if options.storage else None)
+        self._held = contextlib.ExitStack()
+        self._take_folder()
+        best = options.keep_best if options.best is not None else 0
+        self._saver = Saver(
+            self.folder,
+            self._world.background_group("checkpoint"),
+            Keep(
+                last=options.keep,
+                best=best,
+                mode=options.mode,
+                metric=options.best,
+                every=options.keep_every,
+            ),
+        )
+        self._memory: MemoryTier | None = None  # made when it is first used
+        self._restored_step: int | None = None
+        self._begun: dict[int, tuple[str, float]] = {}
+        self._done: list[Outcome] = []
+
+    def add(self, name: str, saved: Stateful) -> None:
+        """Save something of the trainer's own under ``name``."""
+        self._stateful[name] = saved
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        *,
+        reason: str = "asked",
+        metrics: Mapping[str, float] | None = None,
+        info: Mapping[str, Any] | None = None,
+        wait: bool = False,
+    ) -> float:
+        """Save the state as of this step; returns how many seconds the run stood still for it.
+
+        Every rank calls it. Writing goes on in the background unless ``wait`` is set or the
+        options say otherwise: :meth:`finished` tells how it ended.
+        """
+        started = time.perf_counter()
+        self.engine.settle()
+        step = self.engine.steps_done
+        state = self._collect()
+        self._saver.save(step, state, {**self._info(reason, metrics or {}), **(info or {})})
+        if wait or not self.options.asynchronous:
+            self._done += self._saver.wait()
+        stalled = time.perf_counter() - started
+        self._begun[step] = reason, stalled
+        return stalled
+
+    def snapshot(self) -> None:
+        """Keep a copy of the state as of this step in memory that outlives the process.
+
+        Every rank calls it. Raises ``CheckpointError``, on all of them, where there is no room.
+        """
+        self.engine.settle()
+        if self._memory is None:
+            self._memory = MemoryTier(
+                self.folder.where,
+                self._world.background_group("memory"),
+                after=self._restored_step,
+            )
+        self._memory.snapshot(self.engine.steps_done, self._collect(), self._info("memory", {}))
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing."""
+        self._done += self._saver.finished()
+        return len(self._done) < len(self._begun)
+
+    def finished(self, *, wait: bool = False) -> list[tuple[Outcome, str, float]]:
+        """The saves that ended since the last call: outcome, reason, seconds the run stood still.
+
+        An outcome with an ``error`` is a save that failed, on all ranks alike.
+        """
+        self._done += self._saver.wait() if wait else self._saver.finished()
+        ended, self._done = self._done, []
+        return [(outcome, *self._begun.pop(outcome.step)) for outcome in ended]
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(clean=kind is None)
+
+    def close(self, *, clean: bool = True) -> None:
+        """Wait for what is being written and let go of the folder.
+
+        ``clean``: the run ended in good order, and its copies in memory can go, too.
+        """
+        try:
+            self._done += self._saver.close()
+            for outcome, reason, _ in self.finished():
+                if outcome.error is not None:
+                    warnings.warn(f"checkpoint ({reason}): {outcome.error}", stacklevel=2)
+        finally:
+            if self._memory is not None:
+                if clean:
+                    self._memory.free()
+                else:
+                    self._memory.close()
+            self._held.close()
+
+    def _collect(self) -> RankState:
+        state = self.engine.parts.collect()
+        is_main = self._world.is_main
+        for name, saved in self._stateful.items():
+            tree, tensors = take_apart(saved.state_dict(), _is_apart)
+            if is_main:
+                state.objects[name] = tree
+            for path, tensor in tensors.items():
+                if isinstance(tensor, DTensor):
+                    state.tensors[f"{name}/{path}"] = as_part(tensor)
+                elif is_main:
+                    state.tensors[f"{name}/{path}"] = whole_part(tensor)
+        state.objects[f"{_RANDOM}{self._world.rank}"] = rng_state()
+        return state
+
+    def _info(self, reason: str, metrics: Mapping[str, float]) -> dict[str, Any]:
+        return {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "layout": str(self.engine.layout),
+            "world_size": self._world.size,
+            "reason": reason,
+            "metrics": dict(metrics),
+            "paceline": __version__,
+            "torch": torch.__version__,
+        }
+
+    # ------------------------------------------------------------------ restoring
+
+    def restore(self) -> Restored | None:
+        """Go on from the newest state that is whole; ``None`` where there is none at all.
+
+        Memory of this node, memory of a partner node, then checkpoints from the newest to the
+        oldest. A damaged one is stepped over; where all are, that is an error. Every rank calls
+        it, and all take the same.
+        """
+        try:
+            restored = climb(self._rungs(), self._tried, agree=_first_problem)
+        except _DoesNotFit as error:
+            raise error.reason from None
+        if restored is None and (old := self.folder.old_format()):
+            raise CheckpointError(
+                f"{self.folder.where} holds {old[-1]}, written by Paceline 0.1, which this version "
+                "cannot resume. `paceline checkpoint import` takes over its weights."
+            )
+        self._restored_step = None if restored is None else restored.step
+        return restored
+
+    def _rungs(self) -> list[Rung[Restored]]:
+        """All there is to go on from; of what is of the same step, the fastest first."""
+        rungs: list[Rung[Restored]] = []
+        if self.options.memory_every is not None:
+            rungs += self._memory_rungs()
+        for checkpoint in reversed(self.folder.checkpoints()):
+            restore = functools.partial(self._attempt, lambda found=checkpoint: found)
+            rungs.append(Rung("checkpoint", checkpoint.step, restore))
+        return rungs
+
+    def _memory_rungs(self) -> list[Rung[Restored]]:
+        held = snapshots_in_memory(self.folder.where, self._world.background_group("memory"))
+        if not held:
+            self._tried(Tried(OWN_MEMORY, None, False, "there is no snapshot", 0.0))
+        rungs = []
+        for one in held:
+            own = functools.partial(self._attempt, functools.partial(one.open, copies=False))
+            rungs.append(Rung(OWN_MEMORY, one.step, own))
+            if one.has_copies:
+                rungs.append(
+                    Rung(PARTNER_MEMORY, one.step, functools.partial(self._attempt, one.open))
+                )
+        return rungs
+
+    def _tried(self, tried: Tried) -> None:
+        self._report(RestoreTried(**dataclasses.asdict(tried)))
+        if not tried.ok and tried.step is not None and self._world.is_main:
+            message = f"{tried.rung}, step {tried.step}, is not used: {tried.detail}"
+            warnings.warn(message, stacklevel=4)
+
+    def _attempt(self, find: Callable[[], Checkpoint]) -> Restored:
+        """Take over one checkpoint; raises CheckpointDamaged, on all ranks, if it is not whole."""
+        checkpoint = find()
+        try:
+            opened = self._together(lambda: _Opened(checkpoint, self._wanted))
+            fill = functools.partial(self._fill, checkpoint)
+            self.engine.parts.take(opened, fill)
+            self._restore_objects(opened, fill)
+        except CheckpointDamaged:
+            raise
+        except CheckpointError as error:
+            raise _DoesNotFit(error) from error
+        finally:
+            if isinstance(checkpoint, MemoryCheckpoint) and self.engine.after_spreading is None:
+                checkpoint.close()
+        own = f"{_RANDOM}{self._world.rank}"
+        has_random = opened.manifest.info.get("world_size") == self._world.size
+        if has_random and own in opened.manifest.objects:
+            set_rng_state(opened.read_object(own))
+        return Restored(self.engine.steps_done, checkpoint.path, opened.manifest.info, has_random)
+
+    def _wanted(self, name: str) -> bool:
+        return not name.startswith(_RANDOM) or name == f"{_RANDOM}{self._world.rank}"
+
+    def _fill(self, checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
+        try:
+            if isinstance(checkpoint, MemoryCheckpoint):
+                checkpoint.load(parts)
+            else:
+                load(checkpoint, parts, self._world.background_group("checkpoint"))
+        except CheckpointError as error:
+            raise CheckpointDamaged(str(error)) from error
+
+    def _restore_objects(self, opened: _Opened, fill: Callable[[dict[str, Part]], None]) -> None:
+        tensors = opened.manifest.tensors
+        found: dict[str, dict[str, Tensor]] = {}
+        parts: dict[str, Part] = {}
+        for name, saved in self._stateful.items():
+            if name not in opened.manifest.objects:
+                continue
+            prefix = f"{name}/"
+            inside = [stored for stored in tensors if stored.startswith(prefix)]
+            like = take_apart(saved.state_dict(), _is_apart)[1] if inside else {}
+            found[name] = {}
+            for stored in inside:
+                path = stored.removeprefix(prefix)
+                found[name][path] = empty_for(tensors[stored], like.get(path))
+                parts[stored] = as_part(found[name][path])
+        if parts:
+            fill(parts)
+        for name, own in found.items():
+            self._stateful[name].load_state_dict(put_together(opened.read_object(name), own))
+
+    def _together(self, action: Callable[[], _Opened]) -> _Opened:
+        """Do it on every rank; where one finds damage, all do."""
+        failure, result = None, None
+        try:
+            result = action()
+        except CheckpointError as error:
+            failure = str(error)
+        for told in collectives.all_gather_object(failure):
+            if told is not None:
+                raise CheckpointDamaged(told)
+        assert result is not None
+        return result
+
+    def _take_folder(self) -> None:
+        """Keep other runs out, and remove what a killed one left half done."""
+        failure = None
+        if self._world.is_main:
+            try:
+                self._held.enter_context(self.folder.lock("training"))
+                self.folder.clean()
+            except CheckpointError as error:
+                failure = str(error)
+        failure = collectives.broadcast_object(failure)
+        if failure is not None:
+            raise CheckpointError(failure)
+
+
+class _DoesNotFit(Exception):
+    """A checkpoint is whole, but not one of this model: no older one would do."""
+
+    def __init__(self, reason: CheckpointError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def _first_problem(problem: str | None) -> str | None:
+    """What went wrong on any rank, given what did on this one. A collective."""
+    return next((told for told in collectives.all_gather_object(problem) if told), None)
+
+
+class _Opened:
+    """The manifest and the objects of a checkpoint, read and checked."""
+
+    def __init__(self, checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> None:
+        self.manifest: Manifest = checkpoint.manifest
+        self._objects = {
+            name: checkpoint.read_object(name) for name in self.manifest.objects if wanted(name)
+        }
+
+    def read_object(self, name: str) -> Any:
+        """One of the plain values that the checkpoint holds."""
+        return self._objects[name]
+
+
+def _is_apart(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) or is_large(tensor)
+
+
+def _checked(objects: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+    for name, saved in objects.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise TrainingError(f"objects: {name!r} must be a name without a slash.")
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(saved, method, None)):
+                raise TrainingError(
+                    f"objects: {name!r} is a {type(saved).__name__} without {method}(), so it "
+                    "cannot be saved."
+                )
+    return objects
