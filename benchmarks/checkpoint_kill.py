@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from checkpointing import report
-from checkpointing.forks import Rank, forked
+from checkpointing.forks import forked
 from checkpointing.killing import PHASES, Plan, newest, phase, run, shapes_for, strays
 from checkpointing.states import Shapes, size_of
 from rich.progress import Progress
@@ -42,7 +42,7 @@ class Usual:
     """What an undisturbed save of so many ranks takes."""
 
     seconds: float = 0.0
-    lines: int = 0
+    lines: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Bench:
 
     def __init__(self, where: str, shapes: Shapes, draw: Random) -> None:
         self.where, self.shapes, self.draw = where, shapes, draw
-        self.usual: dict[tuple[int, bool], Usual] = {}
+        self.usual: dict[tuple[int, int, bool], Usual] = {}
         self.trials: list[Trial] = []
         self.missed = 0
         self._number = 0
@@ -99,10 +99,11 @@ class Bench:
         one = world == 2 and draw.random() < 0.5
         victim = draw.randrange(world)
         by_line = draw.random() < 0.5
-        usual = self.usual[world, by_line]
+        usual = self.usual[world, victim if by_line else 0, by_line]
         plan = Plan(world, self._number, again=draw.random() < 0.25, victim=victim)
         if by_line:
-            plan = replace(plan, line=draw.randint(1, usual.lines))
+            line = draw.choice(sorted(usual.lines))
+            plan = replace(plan, line=(line, draw.randint(1, usual.lines[line])))
         victims = [victim] if one else list(range(world))
         delay = None if by_line else draw.random() * usual.seconds
         ended = self._run(plan, by_line, delay, victims)
@@ -151,15 +152,18 @@ class Bench:
         arguments = (self.where, self.shapes, plan, traced)
         with forked(run, plan.world, *arguments) as ranks:
             try:
-                watched = ranks[plan.victim if plan.line is not None else 0]
-                self._follow(watched, plan, traced, ended, to_end=delay is None)
+                watched = plan.victim if plan.line is not None else 0
+                while (said := ranks[watched].hear(PATIENCE_S)) is not None:
+                    self._hear(watched, plan, traced, ended, [said])
+                    if said.get("last") and delay is not None:
+                        break
                 if delay is not None and ended.begun is not None:
                     time.sleep(delay)
                 for victim in victims:
                     ranks[victim].kill()
                 killed_at = time.perf_counter()
-                for one in ranks:
-                    self._hear(one, plan, traced, ended, one.hear_all(PATIENCE_S))
+                for rank, one in enumerate(ranks):
+                    self._hear(rank, plan, traced, ended, one.hear_all(PATIENCE_S))
                 codes = [one.wait() for one in ranks]
                 if victims and len(victims) < plan.world:
                     ended.survivor_s = time.perf_counter() - killed_at
@@ -171,15 +175,8 @@ class Bench:
                     ended.problem = one.log.read_text()[-2000:]
         return ended
 
-    def _follow(self, one: Rank, plan: Plan, traced: bool, ended: Ended, to_end: bool) -> None:
-        """Listen to a rank until the save to be killed in begins, or until it ends."""
-        while (said := one.hear(PATIENCE_S)) is not None:
-            self._hear(one, plan, traced, ended, [said])
-            if said.get("last") and not to_end:
-                return
-
     def _hear(
-        self, one: Rank, plan: Plan, traced: bool, ended: Ended, messages: list[dict[str, Any]]
+        self, rank: int, plan: Plan, traced: bool, ended: Ended, messages: list[dict[str, Any]]
     ) -> None:
         for said in messages:
             if said.get("last"):
@@ -190,9 +187,7 @@ class Bench:
             ended.strays += said["strays"]
             if said["error"] is None:
                 ended.saved = max(ended.saved, step)
-                usual = self.usual.setdefault((plan.world, traced), Usual())
-                usual.seconds = said["seconds"]
-                usual.lines = max(usual.lines, said["lines"])
+                self.usual[plan.world, rank, traced] = Usual(said["seconds"], said["lines"])
             if step == ended.begun and said["error"] is None:
                 ended.finished = True
 
@@ -201,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--megabytes", type=int, default=16, help="size of the state")
+    parser.add_argument("--megabytes", type=int, default=12, help="size of the state")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -41,7 +42,7 @@ class Plan:
     """How a run saves and ends. The last of its saves is the one to be killed in.
 
     ``again``: the last save is one more of the step before, with other values. ``line``: the rank
-    ``victim`` kills itself when it comes to this line of the checkpoint code, counted.
+    ``victim`` kills itself when it comes to this line of the checkpoint code for the n-th time.
     """
 
     world: int
@@ -49,7 +50,7 @@ class Plan:
     saves: int = 2
     again: bool = False
     victim: int = 0
-    line: int | None = None
+    line: tuple[str, int] | None = None
 
     def attempt(self, save: int) -> int:
         """A number that no other save of any run has."""
@@ -59,9 +60,9 @@ class Plan:
 def shapes_for(megabytes: int) -> Shapes:
     """A GPT with Adam of about this size."""
     width = 64
-    while 12 * 2 * 12 * width**2 < megabytes * 10**6:
+    while 12 * 12 * width**2 < megabytes * 10**6:
         width += 4
-    return gpt_shapes(layers=2, width=width)
+    return gpt_shapes(layers=1, width=width)
 
 
 def seed_of(step: int, attempt: int) -> int:
@@ -69,14 +70,14 @@ def seed_of(step: int, attempt: int) -> int:
 
 
 class Lines:
-    """Counts the lines of checkpoint code that this process runs; kills it at the one to ``die`` at."""
+    """Counts the lines of checkpoint code that this process runs; kills it at one of them."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.die: int | None = None
+        self.counts: Counter[str] = Counter()
+        self.die: tuple[str, int] | None = None
 
     def __enter__(self) -> Lines:
-        self.count = 0
+        self.counts.clear()
         threading.settrace(self._call)  # for the saver's thread
         sys.settrace(self._call)
         return self
@@ -90,8 +91,9 @@ class Lines:
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":
-            self.count += 1
-            if self.count == self.die:
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.counts[line] += 1
+            if self.die == (line, self.counts[line]):
                 os.kill(os.getpid(), signal.SIGKILL)
         return self._line
 
@@ -138,7 +140,7 @@ def run(here: Here, where: str, shapes: Shapes, plan: Plan, traced: bool) -> Non
             attempt=attempt,
             error=outcome.error,
             seconds=outcome.seconds,
-            lines=lines.count,
+            lines=dict(lines.counts),
             strays=strays(folder) if here.rank == 0 and not last else [],
         )
     saver.close()

@@ -105,7 +105,7 @@ def save_simulated(folder: Folder, step: int, states: Sequence[RankState]) -> Ch
     plans, metadata = planners[0].create_global_plan([p.create_local_plan() for p in planners])
     plans = writers[0].prepare_global_plan(plans)
     results = [
-        writer.write_data(plan, planner).wait()
+        writer.write_data(planner.finish_plan(plan), planner).wait()
         for writer, plan, planner in zip(writers, plans, planners, strict=True)
     ]
     writers[0].finish(metadata, results)

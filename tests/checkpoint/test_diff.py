@@ -32,7 +32,9 @@ def test_equal_to_the_bit_whatever_the_step_and_the_pieces(tmp_path: Path) -> No
     halves = tuple(
         Piece(Box((0, column), (6, 2)), weight[:, column : column + 2]) for column in (0, 2)
     )
-    state = RankState({"model/w": Part((6, 4), torch.float32, halves)}, {"loop": {"best": math.nan}})
+    state = RankState(
+        {"model/w": Part((6, 4), torch.float32, halves)}, {"loop": {"best": math.nan}}
+    )
     cut = save(Folder(tmp_path / "b"), 9, state, info={"layout": "tp=2"}, group=None)
     found = diff_checkpoints(whole, cut)
     assert found.equal
@@ -42,7 +44,12 @@ def test_equal_to_the_bit_whatever_the_step_and_the_pieces(tmp_path: Path) -> No
 def test_every_kind_of_difference_the_largest_first(tmp_path: Path) -> None:
     same = torch.randn(3)
     a = {"same": same, "gone": torch.ones(2), "shape": torch.ones(2, 3), "kind": torch.ones(2)}
-    b = {"same": same, "new": torch.ones(2), "shape": torch.ones(6), "kind": torch.ones(2).bfloat16()}
+    b = {
+        "same": same,
+        "new": torch.ones(2),
+        "shape": torch.ones(6),
+        "kind": torch.ones(2).bfloat16(),
+    }
     a |= {"little": torch.tensor([1.0, 2.0]), "lot": torch.tensor([1.0, 2.0])}
     b |= {"little": torch.tensor([1.0, 2.5]), "lot": torch.tensor([5.0, -2.0])}
     found = diff_checkpoints(saved(tmp_path / "a", a), saved(tmp_path / "b", b))

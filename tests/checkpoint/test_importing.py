@@ -39,9 +39,7 @@ def holds(checkpoint: Checkpoint, expected: dict[str, Tensor]) -> bool:
     return (
         checkpoint.manifest.tensors.keys() == names
         and checkpoint.damages() == []
-        and all(
-            torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in expected.items()
-        )
+        and all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in expected.items())
     )
 
 

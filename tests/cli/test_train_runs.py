@@ -101,7 +101,7 @@ def test_a_run_from_start_to_end(folder: Path) -> None:
     )
     assert re.search(r"\nstep 12/12: loss [\d.]+, [\d.,]+ samples/s, ETA 0:00\n", done.stdout)
     assert re.search(r"\nstep 12: validation loss [\d.]+ ", done.stdout)
-    checkpoint = shown / "checkpoints" / "step-000000012.pt"
+    checkpoint = shown / "checkpoints" / "step-000000012"
     report = lines[lines.index("") + 1 :]
     assert re.match(r"done: 12 steps, .* samples/s", report[0])
     assert re.match(r"  train loss +[\d.]+$", report[1])
@@ -111,7 +111,7 @@ def test_a_run_from_start_to_end(folder: Path) -> None:
     assert f"tensorboard --logdir {shown}/tensorboard" in done.stdout
     assert f"mlflow ui --backend-store-uri sqlite:///{folder}/runs/mlflow.db" in done.stdout
     # What is on disk.
-    assert (folder / checkpoint).is_file()
+    assert (folder / checkpoint / "manifest.json").is_file()
     assert load(run / "config.yaml").launch.nproc == 2
     assert sorted(p.name for p in (run / "logs").iterdir()) == ["rank0.log", "rank1.log"]
     assert steps_of(run) == list(range(1, 13))

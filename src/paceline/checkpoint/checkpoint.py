@@ -86,7 +86,7 @@ class Checkpoint:
         try:
             found = Manifest.from_bytes(self.storage.read_bytes(path), where)
             problem = _contradiction(found, step_of(self.name))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             problem = f"it does not read like one ({type(error).__name__}: {error})"
         if problem:
             raise CheckpointError(f"{where} is damaged: {problem}.")
@@ -117,21 +117,25 @@ class Checkpoint:
             return [Damage(manifests.NAME, str(error))]
         except CheckpointError as error:
             return [Damage(manifests.NAME, str(error))]
-        told = threading.Lock()
+        chosen = [file for file in entries if files is None or file in files]
+        turn, stopped = threading.Lock(), threading.Event()
 
         def tell(count: int) -> None:
+            if stopped.is_set():
+                raise CheckpointError("another thread failed.")  # nobody waits for this any more
             if progress is not None:
-                with told:
+                with turn:
                     progress(count)
 
         def check(file: str) -> list[Damage]:
             return file_damages(self.storage, f"{self.name}/{file}", file, entries[file], tell)
 
-        chosen = [file for file in entries if files is None or file in files]
-        if not chosen:
-            return []
-        with ThreadPoolExecutor(min(len(chosen), os.cpu_count() or 1, 8)) as pool:
-            return [damage for found in pool.map(check, chosen) for damage in found]
+        with ThreadPoolExecutor(max(1, min(len(chosen), os.cpu_count() or 1, 8))) as pool:
+            try:
+                return [damage for found in pool.map(check, chosen) for damage in found]
+            except BaseException:  # such as Ctrl-C: a large file takes long to the end
+                stopped.set()
+                raise
 
     def read_object(self, name: str) -> Any:
         """One of the plain values saved under ``objects``. Executes no code from the file."""
@@ -204,6 +208,8 @@ class Checkpoint:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor of any dtype, to be read from or written into."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"memory of a tensor with strides {tensor.stride()}: make it contiguous.")
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 

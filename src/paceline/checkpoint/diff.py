@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,10 +81,17 @@ def diff_checkpoints(
     against its hash on the way. At most two tensors are in memory at a time. ``progress`` is
     called with the bytes read since the last call (:func:`bytes_to_read` in all).
     """
+    with ExitStack() as stack:
+        for one in {id(a): a, id(b): b}.values():
+            stack.enter_context(one.kept_open())
+        return _diff(a, b, only, progress or (lambda count: None))
+
+
+def _diff(
+    a: Checkpoint, b: Checkpoint, only: Sequence[str], tell: Callable[[int], None]
+) -> Difference:
     result = Difference()
-    tell = progress or (lambda count: None)
-    names = _chosen({**a.manifest.tensors, **b.manifest.tensors}, only)
-    for name in names:
+    for name in _chosen({**a.manifest.tensors, **b.manifest.tensors}, only):
         found = _compare_tensor(name, a, b)
         tell(sum(_length(one.manifest, name) for one in (a, b)))
         if found is None:
@@ -186,9 +194,9 @@ def _largest(x: Tensor, y: Tensor, as_x: Tensor, as_y: Tensor) -> tuple[float, f
         # Nearby large whole numbers fall together in float64; their difference does not.
         exact = (x.to(torch.int64) - y.to(torch.int64)).abs().to(torch.float64)
         distance = torch.where(distance < _EXACT, exact, distance)
-    same = (as_x == as_y) if not _is_whole(x) else distance == 0
-    both_nan = as_x.isnan() & as_y.isnan()  # NaNs of other bits, or infinities that are the same
-    distance = distance.masked_fill(same | both_nan, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+    # Two NaNs of different bits, and an infinity against itself, are as near as can be.
+    same = distance.isnan() & ((as_x == as_y) | (as_x.isnan() & as_y.isnan()))
+    distance = distance.masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
     larger = torch.maximum(as_x.abs(), as_y.abs())
     ratio = torch.where(distance == 0, distance, distance / larger)
     ratio = ratio.nan_to_num(nan=math.inf, posinf=math.inf)

@@ -107,7 +107,11 @@ def export_safetensors(
     ``safetensors.torch.load_file`` gives finds all of them.
     """
     weights = weights_of(checkpoint, part=part, dtype=dtype)
-    with fresh(target, force, check_file) as temporary, open(temporary, "xb") as file:
+    with (
+        checkpoint.kept_open(),
+        fresh(target, force, check_file) as temporary,
+        open(temporary, "xb") as file,
+    ):
         write_safetensors(file, weights, _reading(checkpoint, progress))
     _warn_of_extra(checkpoint, part)
     return Path(target)
@@ -127,7 +131,7 @@ def export_torch(
     Names of tied weights share their memory there too. Takes the memory of the whole model.
     """
     weights = weights_of(checkpoint, part=part, dtype=dtype)
-    with fresh(target, force, check_file) as temporary:
+    with checkpoint.kept_open(), fresh(target, force, check_file) as temporary:
         read = _reading(checkpoint, progress)
         once = {weight.key: weight for weight in weights}
         tensors = {key: read(weight) for key, weight in once.items()}
@@ -159,7 +163,7 @@ def export_hf(
         raise CheckpointError(f"files of at most {max_shard} bytes: it takes at least 1.")
     weights = weights_of(checkpoint, part=part, dtype=dtype)
     settings = hf_config(checkpoint, config, _main_dtype(weights))
-    with fresh(target, force, check_hf_folder) as folder:
+    with checkpoint.kept_open(), fresh(target, force, check_hf_folder) as folder:
         folder.mkdir()
         shards = _shards(weights, max_shard)
         names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]

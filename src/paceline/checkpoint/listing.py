@@ -69,7 +69,9 @@ def _look(storage: Storage, name: str) -> Listed:
         return Listed(step, name, path, "damaged", str(error), files=len(present))
     sizes: dict[str, int] = found["sizes"]
     problem = ""
-    if _STEP.fullmatch(name) and found["step"] != step:
+    if not _STEP.fullmatch(name):
+        step = found["step"]
+    if found["step"] != step:
         problem = f"its manifest is that of step {found['step']}"
     elif missing := sorted(sizes.keys() - set(present)):
         problem = f"{missing[0]} is missing"
@@ -77,7 +79,7 @@ def _look(storage: Storage, name: str) -> Listed:
         problem = _wrong_size(storage, name, sizes)
     state = "damaged" if problem else "whole"
     size, count = sum(sizes.values()), len(sizes)
-    return Listed(found["step"], name, path, state, problem, size, count, found["info"])
+    return Listed(step, name, path, state, problem, size, count, found["info"])
 
 
 def _look_at_old(storage: Storage, name: str) -> Listed:

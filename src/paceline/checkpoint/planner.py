@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +24,9 @@ from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.part import Part, RankState
 from paceline.checkpoint.plans import (
+    BoxKey,
     Given,
+    Tensors,
     box_of,
     check_piece,
     object_item,
@@ -44,8 +47,9 @@ class StateSavePlanner(SavePlanner):
         self._step = step
         self._state = state
         self._problem = problem
-        self._pieces: dict[tuple[str, Box], Tensor] = {}
+        self._pieces: dict[BoxKey, Tensor] = {}
         self._objects: dict[str, bytes] = {}
+        self._tensors: Tensors = {}
 
     def set_up_planner(
         self,
@@ -60,33 +64,44 @@ class StateSavePlanner(SavePlanner):
         """All that this rank could write."""
         if self._problem is not None:
             raise CheckpointError(self._problem)
-        items: list[WriteItem] = []
         for name, part in self._state.tensors.items():
+            self._tensors[name] = tuple(part.shape), part.dtype
             for piece in part.pieces:
                 check_piece(name, part, piece)
-                if piece.box.size and (name, piece.box) not in self._pieces:
-                    self._pieces[name, piece.box] = piece.tensor
-                    items.append(tensor_item(name, part, piece.box))
+                if piece.box.size:
+                    key = name, tuple(piece.box.offset), tuple(piece.box.shape)
+                    self._pieces.setdefault(key, piece.tensor)
         for name, value in self._state.objects.items():
             self._objects[name] = object_bytes(name, value)
-            items.append(object_item(name, len(self._objects[name])))
-        known = {name: (part.shape, part.dtype) for name, part in self._state.tensors.items()}
-        return SavePlan(items, planner_data=Given(self._step, known))
+        sizes = {name: len(data) for name, data in self._objects.items()}
+        given = Given(self._step, self._tensors, tuple(self._pieces), sizes)
+        return SavePlan([], planner_data=given)
 
     @travelling
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Each thing by one rank."""
-        return shared_out(all_plans)
+        """Each box by one rank, each object by the rank that has it."""
+        shares, tensors = shared_out([plan.planner_data for plan in all_plans])
+        plans = [
+            dataclasses.replace(plan, planner_data=share)
+            for plan, share in zip(all_plans, shares, strict=True)
+        ]
+        return plans, Metadata({}, planner_data=tensors)
 
+    @travelling
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As the coordinator decided."""
-        return new_plan
+        """What this rank writes."""
+        keys = tuple(self._pieces)
+        items = [tensor_item(keys[number], self._tensors) for number in new_plan.planner_data]
+        items += [object_item(name, len(data)) for name, data in self._objects.items()]
+        return dataclasses.replace(new_plan, items=items)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """The piece, or the bytes of the object."""
+        name = write_item.index.fqn
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._objects[write_item.index.fqn])
-        return self._pieces[write_item.index.fqn, box_of(write_item)]
+            return io.BytesIO(self._objects[name])
+        box = box_of(write_item)
+        return self._pieces[name, box.offset, box.shape]
 
 
 class PartsLoadPlanner(LoadPlanner):

@@ -1,13 +1,14 @@
 """Plans without bytes: which rank writes what of a state, what a rank reads to fill its parts.
 
-Pure functions on torch.distributed.checkpoint's own items. Its default planners are not used: they
-take boxes that begin at one place for equal, drop all but one object of a name without a word,
-weigh a box as if it were its whole tensor, and unpickle what they load.
+torch.distributed.checkpoint's default planners are not used: they take boxes that begin at one
+place for equal, drop all but one object of a name without a word, weigh a box as if it were its
+whole tensor, and unpickle what they load. Its items are made where they are needed and not sent
+between ranks: that takes seconds from a few dozen ranks on.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +17,13 @@ import torch
 from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
     LoadItemType,
     ReadItem,
-    SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -42,19 +40,31 @@ Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _SHOWN = 5
 
 
+BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A box of a tensor: its name, where the box begins, its shape."""
+
+
 @dataclass(frozen=True)
 class Given:
-    """What a rank says beside its items: of which step it is, and which tensors it knows."""
+    """What a rank has to give to the save of ``step``: objects are given with their sizes.
+
+    It knows the ``tensors`` by name, and holds ``boxes`` of them. Plain tuples, for there may be
+    many, and one rank gets those of all.
+    """
 
     step: int
     tensors: Tensors
+    boxes: Sequence[BoxKey]
+    objects: Mapping[str, int]
 
 
-def tensor_item(name: str, part: Part, box: Box) -> WriteItem:
+def tensor_item(key: BoxKey, tensors: Tensors) -> WriteItem:
     """The item that writes a box of a tensor."""
-    chunk = ChunkStorageMetadata(Size(box.offset), Size(box.shape))
-    data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), Size(part.shape))
-    return WriteItem(MetadataIndex(name, box.offset), WriteItemType.SHARD, tensor_data=data)
+    name, offset, lengths = key
+    shape, dtype = tensors[name]
+    chunk = ChunkStorageMetadata(Size(offset), Size(lengths))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), Size(shape))
+    return WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data)
 
 
 def object_item(name: str, length: int) -> WriteItem:
@@ -101,43 +111,28 @@ def check_piece(name: str, part: Part, piece: Piece) -> None:
         raise CheckpointError(f"tensor {name!r}: {problem}.")
 
 
-def shared_out(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """From what each rank could write, what each rank is to write; and all tensors there are.
+def shared_out(given: Sequence[Given]) -> tuple[list[list[int]], Tensors]:
+    """For each rank which of its boxes it is to write, by number; and all tensors there are.
 
     Refuses a state whose ranks contradict each other or leave elements of a tensor out.
     """
-    tensors = _agreed_tensors([plan.planner_data for plan in plans])
-    _check_objects(plans)
-    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
-    sizes: dict[tuple[str, Box], int] = {}
+    tensors = _agreed_tensors(given)
+    _check_objects(given)
+    holders: dict[BoxKey, list[int]] = defaultdict(list)
+    for rank, own in enumerate(given):
+        for key in own.boxes:
+            holders[key].append(rank)
     boxes: dict[str, dict[Box, int]] = {name: {} for name in tensors}
-    load = [0] * len(plans)
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                load[rank] += bytes_of(item)
-                continue
-            name, box = item.index.fqn, box_of(item)
-            holders[name, box].append(rank)
-            sizes[name, box] = bytes_of(item)
-            boxes[name].setdefault(box, rank)
+    for key, ranks in holders.items():
+        boxes[key[0]][Box(*key[1:])] = ranks[0]
     for name, first_holders in boxes.items():
         _check_cover(name, tensors[name][0], first_holders)
-
-    writers = _balanced(holders, sizes, load)
-    shares = []
-    for rank, plan in enumerate(plans):
-        own = [
-            item
-            for item in plan.items
-            if item.type == WriteItemType.BYTE_IO or writers[item.index.fqn, box_of(item)] == rank
-        ]
-        shares.append(dataclasses.replace(plan, items=own, planner_data=None))
-    metadata = {
-        name: TensorStorageMetadata(TensorProperties(dtype=dtype), Size(shape), [])
-        for name, (shape, dtype) in tensors.items()
-    }
-    return shares, Metadata(dict(metadata))
+    writers = _balanced(holders, tensors, [sum(own.objects.values()) for own in given])
+    shares = [
+        [number for number, key in enumerate(own.boxes) if writers[key] == rank]
+        for rank, own in enumerate(given)
+    ]
+    return shares, tensors
 
 
 def _agreed_tensors(given: Sequence[Given]) -> Tensors:
@@ -160,18 +155,17 @@ def _agreed_tensors(given: Sequence[Given]) -> Tensors:
     return tensors
 
 
-def _check_objects(plans: Sequence[SavePlan]) -> None:
+def _check_objects(given: Sequence[Given]) -> None:
     givers: dict[str, int] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                first = givers.setdefault(item.index.fqn, rank)
-                if first != rank:
-                    raise CheckpointError(
-                        f"object {item.index.fqn!r} is given by rank {first} and by rank {rank}: "
-                        "only one of them can be saved. Let one rank give it, or give it a name "
-                        "for each rank. Nothing was written."
-                    )
+    for rank, own in enumerate(given):
+        for name in own.objects:
+            first = givers.setdefault(name, rank)
+            if first != rank:
+                raise CheckpointError(
+                    f"object {name!r} is given by rank {first} and by rank {rank}: only one of "
+                    "them can be saved. Let one rank give it, or give it a name for each rank. "
+                    "Nothing was written."
+                )
 
 
 def _check_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) -> None:
@@ -207,15 +201,14 @@ def _close_pairs(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
 
 
 def _balanced(
-    holders: Mapping[tuple[str, Box], list[int]],
-    sizes: Mapping[tuple[str, Box], int],
-    load: list[int],
-) -> dict[tuple[str, Box], int]:
+    holders: Mapping[BoxKey, list[int]], tensors: Tensors, load: list[int]
+) -> dict[BoxKey, int]:
     """Which of its holders writes each box: the one with the least to write, largest boxes first.
 
     ``load`` is what ranks write already. What only one rank holds comes before all else.
     """
-    writers: dict[tuple[str, Box], int] = {}
+    writers: dict[BoxKey, int] = {}
+    sizes = {key: math.prod(key[2]) * tensors[key[0]][1].itemsize for key in holders}
     for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key])):
         writers[key] = rank = min(holders[key], key=load.__getitem__)
         load[rank] += sizes[key]
@@ -261,6 +254,12 @@ def _reads(name: str, number: int, box: Box, entry: TensorEntry) -> list[ReadIte
     """How to fill ``box``, which is piece ``number`` of this rank's part."""
     items, found = [], 0
     for index, stored in enumerate(entry.stored):
+        # Most of what hundreds of ranks stored is far from here: seen at a glance.
+        if (
+            box.offset
+            and not -stored.box.shape[0] < stored.box.offset[0] - box.offset[0] < box.shape[0]
+        ):
+            continue
         common = overlap(box, stored.box)
         if common is None:
             continue

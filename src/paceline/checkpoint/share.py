@@ -15,7 +15,7 @@ from paceline.checkpoint import meeting
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
 from paceline.checkpoint.part import RankState
 from paceline.checkpoint.planner import StateSavePlanner, object_bytes
-from paceline.checkpoint.plans import box_of, bytes_of, shared_out
+from paceline.checkpoint.plans import box_of, bytes_of
 from paceline.checkpoint.writer import ALIGNMENT
 from paceline.errors import CheckpointError
 
@@ -82,17 +82,16 @@ def plan_share(
 
     The same plan as that of a checkpoint on disk: each box by one rank, evenly spread.
     """
-    answer: Any
+    planner = StateSavePlanner(step, state)
     try:
-        mine: SavePlan | str = StateSavePlanner(step, state).create_local_plan()
+        mine: SavePlan | str = planner.create_local_plan()
     except CheckpointError as error:
         mine = str(error)
     given = meeting.collect(mine, group)
-    answers = _share_out(given) if given is not None else None
-    answer = meeting.hand_out(answers, group)
+    answer = meeting.hand_out(None if given is None else _share_out(planner, given), group)
     if isinstance(answer, str):
         return None, answer
-    return Share(state, answer.items, file), None
+    return Share(state, planner.finish_plan(answer).items, file), None
 
 
 def copy(sources: Sequence[Tensor], views: Sequence[Tensor]) -> None:
@@ -114,13 +113,16 @@ def object_text(name: str, value: object) -> bytes:
     return buffer.getvalue()
 
 
-def _share_out(given: Sequence[SavePlan | str]) -> list[Any]:
+def _share_out(
+    planner: StateSavePlanner, given: Sequence[SavePlan | str]
+) -> Sequence[SavePlan | str]:
     """By rank, its share of the plan; the same text for all where something is wrong."""
     problem = meeting.named([one if isinstance(one, str) else None for one in given])
     if problem is None:
         try:
-            shares, _ = shared_out([one for one in given if isinstance(one, SavePlan)])
-            return list(shares)
+            return planner.create_global_plan([one for one in given if isinstance(one, SavePlan)])[
+                0
+            ]
         except CheckpointError as error:
             problem = str(error)
     return [problem] * len(given)

@@ -11,9 +11,10 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,10 @@ class LocalStorage(Storage):
         """See :meth:`Storage.size`."""
         with self._explained("look at", path):
             try:
-                return os.stat(self.root / path).st_size
+                found = os.stat(self.root / path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None  # reading a pipe would hang
 
     def open_read(self, path: str) -> ReadableFile:
         """See :meth:`Storage.open_read`."""
@@ -212,7 +214,7 @@ class LocalStorage(Storage):
             for made in missing:
                 _fsync_folder(made.parent)  # the new name itself must survive a power cut
 
-    def _explained(self, verb: str, path: str) -> Any:
+    def _explained(self, verb: str, path: str) -> AbstractContextManager[None]:
         return explained(verb, self.full(path))
 
 

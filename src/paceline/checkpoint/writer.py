@@ -7,32 +7,43 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.blocks import file_damages
+from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.hashing import BlockHasher, hashed
 from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.plans import box_of, bytes_of, flat
+from paceline.checkpoint.plans import Tensors, box_of, bytes_of, flat
 from paceline.checkpoint.storage import LocalStorage
 from paceline.checkpoint.together import travelling
 from paceline.errors import CheckpointError
 
 ALIGNMENT = 64
 """Every piece begins at a multiple of this, so that it can be mapped into memory as any dtype."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank tells of its file: its entry in the manifest, and what it holds.
+
+    Boxes are given as name, offset, shape, start and length; objects as name, start and length.
+    """
+
+    entry: FileEntry
+    boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], int, int]]
+    objects: list[tuple[str, int, int]]
 
 
 class StateWriter(StorageWriter):
@@ -88,21 +99,35 @@ class StateWriter(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         file: str = plan.storage_data
         path = f"{self._checkpoint.name}/{file}"
+        self._check_shared()
         placed = list(_placed(plan.items))
         hasher = BlockHasher()
         self._storage.create(path, hashed(_chunks(placed, planner), hasher))
         entry = hasher.digests()
         self._check_written(path, entry)
-        results = [WriteResult(MetadataIndex(file), entry.size, entry)]
+        written = Written(entry, [], [])
         for item, start in placed:
-            length = bytes_of(item)
-            where: Stored | ObjectEntry
+            name, length = item.index.fqn, bytes_of(item)
             if item.tensor_data is None:
-                where = ObjectEntry(file, start, length)
+                written.objects.append((name, start, length))
             else:
-                where = Stored(box_of(item), file, start, length)
-            results.append(WriteResult(item.index, length, where))
-        return results
+                box = box_of(item)
+                written.boxes.append((name, box.offset, box.shape, start, length))
+        return [WriteResult(MetadataIndex(file), entry.size, written)]
+
+    def _check_shared(self) -> None:
+        """Raise where this rank does not see the folder that the first rank has just made."""
+        storage = self._storage
+        if (
+            isinstance(storage, LocalStorage)
+            and not (storage.root / self._checkpoint.name).is_dir()
+        ):
+            raise CheckpointError(
+                f"{self._checkpoint.path}, which rank 0 has made, is not there on "
+                f"{socket.gethostname()}. All ranks must save to one place: choose a folder on a "
+                "file system that all machines share, or a URL such as s3://bucket/folder. Earlier "
+                "checkpoints are untouched."
+            )
 
     def _check_written(self, path: str, entry: FileEntry) -> None:
         """Read the file back: what replaces an older checkpoint must be known to be good."""
@@ -125,10 +150,11 @@ class StateWriter(StorageWriter):
     @travelling
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: write the manifest, then delete what belongs to none."""
-        made = make_manifest(self._step, self._info, metadata, results)
+        written = {r.index.fqn: r.storage_data for by_rank in results for r in by_rank}
+        made = make_manifest(self._step, self._info, metadata.planner_data, written)
         folder = self._checkpoint.name
         self._storage.replace(f"{folder}/{manifests.NAME}", made.to_bytes())
-        metadata.storage_data = made.bytes  # all ranks are told
+        metadata.planner_data, metadata.storage_data = None, made.bytes  # all ranks are told
         # From here on it is saved, whatever happens.
         with suppress(CheckpointError):
             for name in self._storage.names(folder):
@@ -161,24 +187,20 @@ class StateWriter(StorageWriter):
 
 
 def make_manifest(
-    step: int, info: dict[str, Any], metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+    step: int, info: dict[str, Any], tensors: Tensors, written: Mapping[str, Written]
 ) -> Manifest:
-    """What the coordinator knows of all tensors, and all ranks of what they wrote."""
+    """All tensors that the ranks know, and what they have ``written``, by the names of files."""
     made = Manifest(step, info)
-    stored: dict[str, list[Stored]] = {name: [] for name in metadata.state_dict_metadata}
-    for result in (result for by_rank in results for result in by_rank):
-        name, where = result.index.fqn, result.storage_data
-        if isinstance(where, FileEntry):
-            made.files[name] = where
-        elif isinstance(where, ObjectEntry):
-            made.objects[name] = where
-        else:
-            stored[name].append(where)
-    for name, known in metadata.state_dict_metadata.items():
-        assert isinstance(known, TensorStorageMetadata)
+    stored: dict[str, list[Stored]] = {name: [] for name in tensors}
+    for file, own in written.items():
+        made.files[file] = own.entry
+        for name, offset, lengths, start, size in own.boxes:
+            stored[name].append(Stored(Box(offset, lengths), file, start, size))
+        for name, start, size in own.objects:
+            made.objects[name] = ObjectEntry(file, start, size)
+    for name, (shape, dtype) in tensors.items():
         boxes = tuple(sorted(stored[name], key=lambda one: one.box.offset))
-        dtype = str(known.properties.dtype).removeprefix("torch.")
-        made.tensors[name] = TensorEntry(tuple(known.size), dtype, boxes)
+        made.tensors[name] = TensorEntry(shape, str(dtype).removeprefix("torch."), boxes)
     return made
 
 

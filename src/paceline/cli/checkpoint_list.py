@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,14 +27,15 @@ class Snapshots:
     bytes: int
 
     def __str__(self) -> str:
-        steps = f"steps {', '.join(map(str, self.steps))}" if self.steps else "no whole snapshot"
+        word = "step" if len(self.steps) == 1 else "steps"
+        steps = f"{word} {', '.join(map(str, self.steps))}" if self.steps else "no whole snapshot"
         return f"in shared memory: {steps} ({size(self.bytes)})"
 
     def free(self) -> None:
         """Give the memory back."""
         from paceline.checkpoint.memory_files import free_run
 
-        free_run(self.run)
+        free_run(self.run, _SHARED_MEMORY)
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -44,15 +44,14 @@ class Snapshots:
 
 def snapshots_of(where: str) -> list[Snapshots]:
     """The snapshots in shared memory of the run that ``where`` stands for."""
-    if not glob.glob(f"{_SHARED_MEMORY}/paceline-*"):
-        return []  # which takes no torch to know
     from paceline.checkpoint.finding import locate
     from paceline.checkpoint.memory_files import segments
 
     folder = locate(where).folder
     known = {where, folder, folder.rpartition("/")[0]}
     known = {name if "://" in name else os.path.abspath(name) for name in known if name}
-    return [Snapshots(one.run, one.steps, one.bytes) for one in segments() if one.run in known]
+    held = [one for one in segments(_SHARED_MEMORY) if one.run in known]
+    return [Snapshots(one.run, one.steps, one.bytes) for one in held]
 
 
 def show_list(where: str, listed: Sequence[Listed], snapshots: Sequence[Snapshots]) -> None:
