@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -108,11 +109,13 @@ def stepped_over(bench: Bench, world: int) -> str | None:
     folder = Folder(bench.work(world))
     told: list[str] = []
     try:
-        good = folder.newest_good(lambda checkpoint, text: told.append(f"{checkpoint.name}: {text}"))
+        good = folder.newest_good(
+            lambda checkpoint, text: told.append(f"{checkpoint.name}: {text}")
+        )
     except CheckpointError as error:
         return f"raised: {error}"
     damaged = folder.get(STEP).name
-    if damaged not in folder.unfinished() and not any(damaged in text for text in told):
+    if damaged not in folder.unfinished() and damaged not in told:
         return "the damage was not told"
     if good is None or good.step != STEP - 1:
         return f"{good} was taken"
@@ -196,9 +199,9 @@ def main() -> None:
             task = progress.add_task(way.name, total=len(jobs))
             bench = Bench(way, Path(root) / way.name, shapes)
             if way.name == "Paceline":
-                counts[way.name], problems = own(bench, jobs, lambda: progress.advance(task))
+                counts[way.name], problems = own(bench, jobs, partial(progress.advance, task))
             else:
-                counts[way.name] = rival(bench, jobs, lambda: progress.advance(task))
+                counts[way.name] = rival(bench, jobs, partial(progress.advance, task))
             shutil.rmtree(bench.root)
     tell(options, counts, problems, size_of(shapes), time.perf_counter() - began)
     raise SystemExit(1 if problems else 0)

@@ -51,7 +51,8 @@ class Ended:
 
     saved: tuple[int, int] = (0, 0)
     begun: tuple[int, int] | None = None
-    finished: bool = False
+    finished: set[int] = field(default_factory=set)
+    """The ranks that were told how the last save ended before they were killed."""
     problem: str | None = None
     survivor_s: float | None = None
     strays: list[str] = field(default_factory=list)
@@ -108,7 +109,7 @@ class Bench:
         delay = None if by_line else draw.random() * usual.seconds
         ended = self._run(plan, by_line, delay, victims)
         self._judge_before(ended)
-        if ended.finished and ended.problem is None:
+        if ended.problem is None and ended.finished.issuperset(victims):
             self.missed += 1
             return
         killed = f"rank {victim} of 2" if one else f"all of {world}"
@@ -118,7 +119,7 @@ class Bench:
         self.trials.append(trial)
 
     def last(self) -> None:
-        """One more run, in peace, for the last trial's sake; nothing may be left but checkpoints."""
+        """One more run, in peace, for the last trial's sake; only checkpoints may be left."""
         self._number += 1
         ended = self._run(Plan(2, self._number), False, None, [])
         self._judge_before(ended)
@@ -188,8 +189,8 @@ class Bench:
             if said["error"] is None:
                 ended.saved = max(ended.saved, step)
                 self.usual[plan.world, rank, traced] = Usual(said["seconds"], said["lines"])
-            if step == ended.begun and said["error"] is None:
-                ended.finished = True
+            if step == ended.begun:
+                ended.finished.add(rank)
 
 
 def main() -> None:
@@ -245,8 +246,8 @@ def tell(bench: Bench, options: argparse.Namespace, seconds: float) -> None:
     )
     if survivors:
         report.console.print(
-            f"The other rank of two: told of the failure and ended after {report.median(survivors):.2f} s "
-            f"(median; longest {max(survivors):.2f} s)."
+            "The other rank of two was told of the failure and ended after "
+            f"{report.median(survivors):.2f} s (median; longest {max(survivors):.2f} s)."
         )
     for trial in bench.trials:
         if trial.problem or trial.next_run:

@@ -116,7 +116,7 @@ def results(function: Callable[..., Any], world: int, *arguments: Any, timeout: 
 
     with forked(run, world, *arguments) as ranks:
         said = [one.hear_all(timeout) for one in ranks]
-        for one, messages in zip(ranks, said, strict=True):
+        for one in ranks:
             if one.wait() != 0:
                 raise RuntimeError(f"a rank failed:\n{one.log.read_text()}")
         return [messages[-1]["result"] for messages in said]

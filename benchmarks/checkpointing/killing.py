@@ -17,7 +17,16 @@ import torch.distributed as dist
 
 import paceline.checkpoint
 from checkpointing.forks import Here
-from checkpointing.states import Shapes, differing, gpt_shapes, redraw, state_of, whole_tensors
+from checkpointing.states import (
+    Shapes,
+    differing,
+    gpt_shapes,
+    redraw,
+    rows_in,
+    state_of,
+    whole_parts,
+    whole_tensors,
+)
 from paceline.checkpoint import manifest
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
@@ -111,7 +120,7 @@ def run(here: Here, where: str, shapes: Shapes, plan: Plan, traced: bool) -> Non
     step = 0
     tensors = whole_tensors(shapes, 0)
     if (good := folder.newest_good()) is not None:
-        load(good, state_of(tensors, 0, 1).tensors, group)
+        load(good, whole_parts(tensors), group)
         check(good, tensors, shapes)
         step = good.step
     here.say(resumed=step)
@@ -124,7 +133,8 @@ def run(here: Here, where: str, shapes: Shapes, plan: Plan, traced: bool) -> Non
         attempt = plan.attempt(save)
         redraw(tensors, seed_of(step, attempt))
         objects = {"loop": {"step": step, "attempt": attempt}} if here.rank == 0 else {}
-        state = state_of(tensors, here.rank, here.world, objects)
+        rows = rows_in(tensors, here.rank, here.world)
+        state = state_of(rows, shapes, here.rank, here.world, objects)
         here.say(begin=step, attempt=attempt, last=last)
         if traced:
             with lines:
@@ -168,7 +178,7 @@ def newest(where: str, shapes: Shapes) -> tuple[int, int]:
     if good is None:
         return 0, 0
     tensors = whole_tensors(shapes, 0)
-    load(good, state_of(tensors, 0, 1).tensors, None)
+    load(good, whole_parts(tensors), None)
     return check(good, tensors, shapes)
 
 
@@ -183,7 +193,7 @@ def strays(folder: Folder) -> list[str]:
 
 
 def phase(where: str, step: int, attempt: int, ranks: int, size: int) -> str:
-    """How far the save of ``step`` had come, by what it left; ``size``: what all files would have."""
+    """How far the save of ``step`` had come, by what it left of the ``size`` bytes of all files."""
     checkpoint = Folder(where).get(step)
     folder = Path(checkpoint.path)
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()

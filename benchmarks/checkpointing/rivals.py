@@ -7,6 +7,7 @@ import io
 import logging
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from checkpointing.damages import Site
 from checkpointing.forks import Here
-from checkpointing.states import rows_of, state_of
+from checkpointing.states import Shapes, rows_in, state_of, whole_parts
 from paceline.checkpoint import manifest
 from paceline.checkpoint.checkpoint import name_of
 from paceline.checkpoint.folder import Folder
@@ -58,7 +59,9 @@ class Paceline(Saves):
     def save(self, here: Here, root: Path, step: int, tensors: Tensors) -> None:
         """See :meth:`Saves.save`."""
         objects = {f"random/{here.rank}": {"step": step, "numbers": list(range(1000))}}
-        state = state_of(tensors, here.rank, here.world, objects)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        rows = rows_in(tensors, here.rank, here.world)
+        state = state_of(rows, shapes, here.rank, here.world, objects)
         save(Folder(root), step, state, info={"world_size": here.world}, group=here.group())
 
     def load(self, root: Path, step: int, into: Tensors) -> Tensors:
@@ -67,7 +70,7 @@ class Paceline(Saves):
         for name in checkpoint.manifest.objects:
             if checkpoint.read_object(name)["step"] != step:
                 raise AssertionError(f"{name} is that of another step")
-        load(checkpoint, state_of(into, 0, 1).tensors, None)
+        load(checkpoint, whole_parts(into), None)
         return into
 
 
@@ -81,16 +84,17 @@ class Distributed(Saves):
         """See :meth:`Saves.save`."""
         folder = self.folder(root, step)
         if here.group() is None:
-            with _quiet():
+            with quiet():
                 dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
         else:
-            sharded = shards_of(tensors, here)
-            with _quiet():
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            sharded = shards_of(rows_in(tensors, here.rank, here.world), shapes, here)
+            with quiet():
                 dcp.save(sharded, storage_writer=dcp.FileSystemWriter(folder))
 
     def load(self, root: Path, step: int, into: Tensors) -> Tensors:
         """See :meth:`Saves.load`."""
-        with _quiet():
+        with quiet():
             reader = dcp.FileSystemReader(self.folder(root, step))
             dcp.load(into, storage_reader=reader, no_dist=True)
         return into
@@ -112,27 +116,27 @@ class TorchSave(Saves):
         return torch.load(self.folder(root, step) / "state.pt", weights_only=True)
 
 
-def shards_of(tensors: Tensors, here: Here) -> dict[str, DTensor | Tensor]:
+def shards_of(rows: Tensors, shapes: Shapes, here: Here) -> dict[str, DTensor | Tensor]:
     """The rows that this rank has, as DTensors; what has no rows, whole."""
     mesh = init_device_mesh("cpu", (here.world,))
     sharded: dict[str, DTensor | Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in rows.items():
         sharded[name] = tensor
         if tensor.ndim:
-            first, end = rows_of(len(tensor), here.rank, here.world)
+            whole = torch.empty(shapes[name], device="meta")
             sharded[name] = DTensor.from_local(
-                tensor[first:end],
+                tensor,
                 mesh,
                 [Shard(0)],
                 run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
+                shape=whole.shape,
+                stride=whole.stride(),
             )
     return sharded
 
 
 @contextlib.contextmanager
-def _quiet():
+def quiet() -> Iterator[None]:
     """Without what torch says about running alone, and the tracebacks it logs on its own."""
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.part import Part, Piece, RankState
+from paceline.checkpoint.part import Part, Piece, RankState, whole_part
 from paceline.models import GPT
 
 _ODD = 0x01000193
@@ -60,21 +60,44 @@ def rows_of(length: int, rank: int, world: int) -> tuple[int, int]:
     return min(rank * chunk, length), min((rank + 1) * chunk, length)
 
 
-def state_of(tensors: dict[str, Tensor], rank: int, world: int, objects: Any = None) -> RankState:
-    """What one of ``world`` ranks gives of whole ``tensors``: some rows of each, as views."""
-    parts: dict[str, Part] = {}
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
+def rows_in(tensors: dict[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
+    """The rows of each whole tensor that a rank has, as views; what has no rows, whole."""
+    return {
+        name: tensor[slice(*rows_of(len(tensor), rank, world))] if tensor.ndim else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def own_rows(shapes: Shapes, rank: int, world: int) -> dict[str, Tensor]:
+    """The same in memory of their own, without the whole ones ever being there."""
+    rows: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
         first, end = rows_of(shape[0], rank, world) if shape else (0, 0)
-        if not shape:  # every rank has it whole
-            pieces = (Piece(Box((), ()), tensor),)
-        elif first == end:
-            pieces = ()
-        else:
-            offset = (first, *(0 for _ in shape[1:]))
-            pieces = (Piece(Box(offset, (end - first, *shape[1:])), tensor[first:end]),)
-        parts[name] = Part(shape, tensor.dtype, pieces)
+        rows[name] = torch.empty((end - first, *shape[1:]) if shape else ())
+    redraw(rows, rank)
+    for name, shape in shapes.items():
+        if not shape:  # the same on every rank
+            rows[name].fill_(1.0)
+    return rows
+
+
+def state_of(
+    rows: dict[str, Tensor], shapes: Shapes, rank: int, world: int, objects: Any = None
+) -> RankState:
+    """What a rank gives to a save, or wants to be filled, that has these ``rows``."""
+    parts: dict[str, Part] = {}
+    for name, tensor in rows.items():
+        shape = shapes[name]
+        first = rows_of(shape[0], rank, world)[0] if shape else 0
+        offset = (first, *(0 for _ in shape[1:])) if shape else ()
+        piece = Piece(Box(offset, tuple(tensor.shape)), tensor)
+        parts[name] = Part(shape, tensor.dtype, (piece,) if tensor.numel() else ())
     return RankState(parts, objects or {})
+
+
+def whole_parts(tensors: dict[str, Tensor]) -> dict[str, Part]:
+    """Whole tensors, to be filled."""
+    return {name: whole_part(tensor) for name, tensor in tensors.items()}
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.trainer import History as History
     from paceline.trainer import Trainer as Trainer
     from paceline.trainer import WholeSet as WholeSet
+    from paceline.trainer import load_weights as load_weights
     from paceline.world import World as World
     from paceline.world import collectives as collectives
 
@@ -57,6 +58,7 @@ _HOME = {
     "World": "paceline.world",
     "collectives": "paceline.world",
     "loader": "paceline.data",
+    "load_weights": "paceline.trainer",
     "prepare": "paceline.engine",
     "verify": "paceline.prove",
 }

@@ -46,14 +46,16 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not all(
-            (self.notes / str(rank)).exists() and (self.notes / str(rank)).stat().st_size
-            for rank in range(self.size)
-        ):
+        while time.monotonic() < deadline and not all(map(self.under_way, range(self.size))):
             time.sleep(0.001)
         time.sleep(self.delay)
         for rank in self.victims:
             os.kill(int((self.notes / str(rank)).read_text().split()[0]), signal.SIGKILL)
+
+    def under_way(self, rank: int) -> bool:
+        """Whether a snapshot is known to be whole."""
+        note = self.notes / str(rank)
+        return note.exists() and note.stat().st_size > 0 and int(note.read_text().split()[1]) > 0
 
 
 def whole_before(notes: Path) -> int:
@@ -122,11 +124,9 @@ class Node:
         )
 
     def tell(self, do: str, *arguments: Any, port: int = 0) -> None:
-        environment = {
-            **{"RANK": str(self.number), "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-            **{"LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(self.number), "GROUP_WORLD_SIZE": "2"},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        }
+        place = f"RANK={self.number} WORLD_SIZE=2 GROUP_RANK={self.number} GROUP_WORLD_SIZE=2"
+        place += f" LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+        environment = dict(pair.split("=") for pair in place.split())
         command = {"do": do, "with": arguments, "environment": environment}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")

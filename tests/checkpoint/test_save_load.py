@@ -117,7 +117,7 @@ def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tensors = {f"t{i}": torch.randn(600_001) for i in range(8)}
     state = RankState({name: whole_part(tensor) for name, tensor in tensors.items()})
     checkpoint = save(Folder(tmp_path), 1, state, info={}, group=None)
-    assert checkpoint.manifest.bytes > 4 * BLOCK
+    assert checkpoint.manifest.size > 4 * BLOCK
     reads: list[tuple[int, int]] = []
     preadv = os.preadv
 
@@ -130,7 +130,7 @@ def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     load(checkpoint, parts, None)
     offsets = [offset for offset, _ in reads]
     assert offsets == sorted(set(offsets))
-    assert sum(length for _, length in reads) == checkpoint.manifest.bytes
+    assert sum(length for _, length in reads) == checkpoint.manifest.size
     for name, tensor in tensors.items():
         assert_same(parts[name].pieces[0].tensor, tensor)
 

@@ -80,7 +80,7 @@ def test_training_goes_on_while_the_disk_is_slow(tmp_path: Path) -> None:
     assert outcome.error is None
     assert outcome.warning is None
     assert (outcome.step, outcome.path) == (1, str(tmp_path / "step-000000001"))
-    assert outcome.bytes == folder.get(1).manifest.bytes
+    assert outcome.bytes == folder.get(1).manifest.size
     assert outcome.seconds > outcome.stalled
     assert value_of(folder, 1) == 1.0
     assert folder.get(1).manifest.info == {"reason": "every"}

@@ -13,7 +13,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -131,11 +131,14 @@ class Checkpoint:
             return file_damages(self.storage, f"{self.name}/{file}", file, entries[file], tell)
 
         with ThreadPoolExecutor(max(1, min(len(chosen), os.cpu_count() or 1, 8))) as pool:
+            checks = [pool.submit(check, file) for file in chosen]
             try:
-                return [damage for found in pool.map(check, chosen) for damage in found]
+                done = wait(checks, return_when=FIRST_EXCEPTION).done
+                found = {one: one.result() for one in done}
             except BaseException:  # such as Ctrl-C: a large file takes long to the end
                 stopped.set()
                 raise
+        return [damage for one in checks for damage in found[one]]
 
     def read_object(self, name: str) -> Any:
         """One of the plain values saved under ``objects``. Executes no code from the file."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +16,10 @@ import xxhash
 
 from paceline.checkpoint.finding import _OLD, _STEP, locate
 from paceline.checkpoint.manifest import FORMAT, NAME, Manifest
-from paceline.checkpoint.storage import LocalStorage, Storage
+from paceline.checkpoint.storage import LocalStorage, Storage, StorageError
 from paceline.errors import CheckpointError
 
-_ASKED_AT_ONCE = 16
+_ASKED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Listed:
 def list_checkpoints(where: str | os.PathLike[str]) -> list[Listed]:
     """What is there, oldest first: all that ``where`` stands for, unfinished and damaged included.
 
-    Each manifest is checked against its own hash, and each file for being there; locally for its
-    size too. The tensors that a manifest lists, by far its largest part, are not looked at.
+    Each manifest is checked against its own hash, and each file for being there in its size. The
+    tensors that a manifest lists, by far its largest part, are not looked at.
     """
     place = locate(where)
     storage = place.open()
@@ -49,37 +49,71 @@ def list_checkpoints(where: str | os.PathLike[str]) -> list[Listed]:
     steps = [name for name in names if _STEP.fullmatch(name) or place.name is not None]
     old = [name for name in names if _OLD.fullmatch(name)]
     if isinstance(storage, LocalStorage):
-        listed = [_look(storage, name) for name in steps]
-    else:  # each answer takes a while, whatever its size
-        with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-            listed = list(pool.map(lambda name: _look(storage, name), steps))
+        listed = [_look(storage, name, _local_files(storage, name)) for name in steps]
+    else:
+        listed = _look_remotely(storage, steps)
     listed += [_look_at_old(storage, name) for name in old]
     return sorted(listed, key=lambda one: (one.step, one.name))
 
 
-def _look(storage: Storage, name: str) -> Listed:
+def _local_files(storage: Storage, name: str) -> dict[str, int]:
+    return {file: storage.size(f"{name}/{file}") or 0 for file in storage.names(name)}
+
+
+def _look_remotely(storage: Storage, names: list[str]) -> list[Listed]:
+    """Each answer takes a while whatever its size: ask for much at a time, many times at once."""
+    from paceline.checkpoint.fsspec_storage import FsspecStorage
+
+    assert isinstance(storage, FsspecStorage)
+    top = storage.root if len(names) > 1 else f"{storage.root}/{names[0] if names else ''}"
+    try:
+        everything = storage.fs.find(top, detail=True)
+    except Exception as error:  # stores raise their client library's own kinds
+        raise StorageError(f"cannot list {storage.where}: {error}.") from error
+    files: dict[str, dict[str, int]] = {name: {} for name in names}
+    inside = storage.root.strip("/") + "/"
+    for path, info in everything.items():
+        name, _, file = path.strip("/").removeprefix(inside).partition("/")
+        if name in files:
+            files[name][file] = int(info["size"])
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+        return list(pool.map(lambda name: _look(storage, name, files[name]), names))
+
+
+def _look(storage: Storage, name: str, files: Mapping[str, int]) -> Listed:
     step = int(name.partition("-")[2]) if _STEP.fullmatch(name) else 0
     path = storage.full(name)
-    present = storage.names(name)
-    if NAME not in present:
-        return Listed(step, name, path, "unfinished", "it has no manifest", files=len(present))
+    if NAME not in files:
+        return Listed(step, name, path, "unfinished", "it has no manifest", files=len(files))
     try:
-        found = _summary(storage.read_bytes(f"{name}/{NAME}"), storage.full(f"{name}/{NAME}"))
+        data = _read(storage, f"{name}/{NAME}", files[NAME])
+        found = _summary(data, storage.full(f"{name}/{NAME}"))
     except CheckpointError as error:
-        return Listed(step, name, path, "damaged", str(error), files=len(present))
-    sizes: dict[str, int] = found["sizes"]
-    problem = ""
+        return Listed(step, name, path, "damaged", str(error), files=len(files))
     if not _STEP.fullmatch(name):
         step = found["step"]
+    sizes: dict[str, int] = found["sizes"]
+    problem = ""
     if found["step"] != step:
         problem = f"its manifest is that of step {found['step']}"
-    elif missing := sorted(sizes.keys() - set(present)):
-        problem = f"{missing[0]} is missing"
-    elif isinstance(storage, LocalStorage):
-        problem = _wrong_size(storage, name, sizes)
+    for file, expected in sizes.items():
+        if file not in files:
+            problem = problem or f"{file} is missing"
+        elif files[file] != expected:
+            problem = problem or f"{file}: expected {expected} bytes, found {files[file]}"
     state = "damaged" if problem else "whole"
     size, count = sum(sizes.values()), len(sizes)
     return Listed(step, name, path, state, problem, size, count, found["info"])
+
+
+def _read(storage: Storage, path: str, size: int) -> bytes:
+    """All bytes of a file whose size is known, in one request where each takes a while."""
+    if isinstance(storage, LocalStorage):
+        return storage.read_bytes(path)
+    from paceline.checkpoint.fsspec_storage import FsspecStorage
+
+    assert isinstance(storage, FsspecStorage)
+    return storage.read_range(path, 0, size)
 
 
 def _look_at_old(storage: Storage, name: str) -> Listed:
@@ -88,13 +122,6 @@ def _look_at_old(storage: Storage, name: str) -> Listed:
     problem = "of Paceline 0.1; 'paceline checkpoint import' brings its weights over"
     number = int(step) if step.isdecimal() else 0
     return Listed(number, name, storage.full(name), "old", problem, size, 1)
-
-
-def _wrong_size(storage: Storage, name: str, sizes: dict[str, int]) -> str:
-    for file, expected in sizes.items():
-        if (found := storage.size(f"{name}/{file}")) != expected:
-            return f"{file}: expected {expected} bytes, found {found}"
-    return ""
 
 
 def _summary(data: bytes, where: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Manifest:
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """The size of all data files."""
         return sum(entry.size for entry in self.files.values())
 

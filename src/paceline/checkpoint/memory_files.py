@@ -111,9 +111,9 @@ def read_header(folder: Path, name: SlotName) -> Header:
         size = (folder / f"{name}.bin").stat().st_size
     facts = header.info["of"]
     manifest = Manifest(header.step, header.info["info"], header.files, {}, header.objects)
-    if size < manifest.bytes:
+    if size < manifest.size:
         raise CheckpointError(
-            f"{folder / str(name)}.bin is damaged: expected {manifest.bytes} bytes, found {size}."
+            f"{folder / str(name)}.bin is damaged: expected {manifest.size} bytes, found {size}."
         )
     return Header(
         name, facts["snapshot"], facts["ranks"], facts["identity"], facts["index"], manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import threading
 import time
@@ -16,6 +17,10 @@ from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.save import save_measured
 from paceline.checkpoint.snapshot import Snapshot
 from paceline.errors import CheckpointError
+
+_AT_EXIT_S = 10.0
+"""How long a process that ends without :meth:`Saver.close` waits for the save in flight. A thread
+that comes back from a collective while Python shuts down would abort the process."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class Saver:
             daemon=True,  # a disk that hangs must not keep the process from ending
         )
         self._thread.start()
+        atexit.register(self._thread.join, _AT_EXIT_S)
         return waited
 
     def finished(self) -> list[Outcome]:
@@ -111,6 +117,7 @@ class Saver:
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
+            atexit.unregister(self._thread.join)
             self._thread = None
 
     def _run(

@@ -154,7 +154,7 @@ class StateWriter(StorageWriter):
         made = make_manifest(self._step, self._info, metadata.planner_data, written)
         folder = self._checkpoint.name
         self._storage.replace(f"{folder}/{manifests.NAME}", made.to_bytes())
-        metadata.planner_data, metadata.storage_data = None, made.bytes  # all ranks are told
+        metadata.planner_data, metadata.storage_data = None, made.size  # all ranks are told
         # From here on it is saved, whatever happens.
         with suppress(CheckpointError):
             for name in self._storage.names(folder):

@@ -27,7 +27,7 @@ def show_checkpoint(checkpoint: Checkpoint, every_tensor: bool) -> None:
     """Print what a checkpoint holds."""
     manifest = checkpoint.manifest
     typer.echo(checkpoint.path)
-    facts = {"step": manifest.step, "size": size(manifest.bytes), "files": len(manifest.files)}
+    facts = {"step": manifest.step, "size": size(manifest.size), "files": len(manifest.files)}
     facts |= {"saved": when(manifest.info), "metrics": metrics_text(manifest.info)}
     others = {k: v for k, v in manifest.info.items() if k not in ("time", "metrics")}
     for name, value in {**facts, **others}.items():
@@ -73,7 +73,7 @@ def show_checkpoint_as_json(checkpoint: Checkpoint) -> None:
         {
             "path": checkpoint.path,
             "step": manifest.step,
-            "bytes": manifest.bytes,
+            "bytes": manifest.size,
             "info": manifest.info,
             "files": {name: entry.size for name, entry in manifest.files.items()},
             "tensors": {
@@ -124,7 +124,7 @@ def verified(checkpoint: Checkpoint) -> Verdict:
 
     started = time.perf_counter()
     try:
-        total = checkpoint.manifest.bytes
+        total = checkpoint.manifest.size
     except CheckpointError:
         total = 0  # told as a damage
     with bar(f"step {checkpoint.step}", total) as move:
@@ -221,8 +221,8 @@ def show_import(checkpoint: Checkpoint, as_json: bool) -> None:
     manifest = checkpoint.manifest
     if as_json:
         show_json(
-            {"path": checkpoint.path, "tensors": len(manifest.tensors), "bytes": manifest.bytes}
+            {"path": checkpoint.path, "tensors": len(manifest.tensors), "bytes": manifest.size}
         )
         return
     tensors = plural(len(manifest.tensors), "tensor")
-    typer.echo(f"wrote {checkpoint.path}: {tensors}, {size(manifest.bytes)}")
+    typer.echo(f"wrote {checkpoint.path}: {tensors}, {size(manifest.size)}")

@@ -295,6 +295,11 @@ class Checkpoint(Section):
         default=None,
         description="Keep a copy in memory that outlives a crash, every this many steps.",
     )
+    start_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Begin with the weights of this checkpoint, run or URL.",
+    )
 
 
 class Launch(Section):

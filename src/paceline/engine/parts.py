@@ -142,14 +142,17 @@ class Parts:
 
     # ------------------------------------------------------------------ loading
 
-    def take(self, saved: Saved, load: Load) -> None:
+    def take(self, saved: Saved, load: Load, *, weights_only: bool = False) -> None:
         """Take over what a checkpoint holds, at this or another layout. Every rank calls it.
 
-        A checkpoint of weights alone leaves the optimizer and the step as they are.
+        A checkpoint of weights alone, or ``weights_only``, leaves the optimizer and the step as
+        they are, and casts the weights to the model's dtype where that is another.
         """
         engine = self._engine
         found = saved.read_object(OBJECT) if OBJECT in saved.manifest.objects else {}
         names = self._names_in(saved.manifest, found.get("aliases", {}))
+        if weights_only:
+            found = {}
         has_training = "step" in found
         if has_training:
             self._check_groups(found["groups"])

@@ -4,7 +4,7 @@ from paceline.trainer.callbacks import Callback, EarlyStopping
 from paceline.trainer.evaluate import WholeSet
 from paceline.trainer.history import History
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
-from paceline.trainer.saving import Checkpoints
+from paceline.trainer.saving import Checkpoints, load_weights
 from paceline.trainer.trainer import Trainer
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "History",
     "Trainer",
     "WholeSet",
+    "load_weights",
 ]

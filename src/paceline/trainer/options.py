@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from paceline.errors import TrainingError
 from paceline.trainer.callbacks import sign_of
@@ -59,12 +59,13 @@ class Checkpointing:
         storage: options for that URL's file system, as fsspec takes them.
         memory_every: every so many steps, keep a copy of the state in memory that outlives a
             crash of the process (and, with several nodes, of a node).
+        start_from: begin a new run with the weights of this checkpoint, run or URL.
     """
 
     every: int | None = None
     keep: int = 2
     best: str | None = None
-    mode: str = "min"
+    mode: Literal["min", "max"] = "min"
     at_end: bool = True
     every_minutes: float | None = None
     every_epoch: bool = False
@@ -75,6 +76,7 @@ class Checkpointing:
     where: str | None = None
     storage: Mapping[str, Any] | None = None
     memory_every: int | None = None
+    start_from: str | None = None
 
     def __post_init__(self) -> None:
         _at_least_one(self, "every", "keep", "keep_best", "keep_every", "memory_every")

@@ -70,6 +70,7 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
             where=config.checkpoint.where,
             storage=config.checkpoint.storage or None,
             memory_every=config.checkpoint.memory_every,
+            start_from=config.checkpoint.start_from,
         ),
         **engine_options(config, train),
     )

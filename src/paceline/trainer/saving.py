@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline import __version__
 from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.finding import find_checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.ladder import Rung, Tried, climb
 from paceline.checkpoint.manifest import Manifest
@@ -30,13 +31,15 @@ from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.save import load
 from paceline.checkpoint.saver import Outcome, Saver
 from paceline.engine import Engine
+from paceline.engine.parts import OBJECT as ENGINE
 from paceline.engine.parts import as_part, empty_for
 from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError
 from paceline.events import Event, RestoreTried
 from paceline.trainer.options import Checkpointing
 from paceline.trainer.trees import is_large, put_together, take_apart
-from paceline.world import collectives, rng_state, set_rng_state
+from paceline.world import World, collectives, rng_state, set_rng_state
 
+T = TypeVar("T")
 OBJECTS = "user/"
 _LOADER, _RANDOM = "loader", "random/"
 
@@ -258,8 +261,10 @@ class Checkpoints:
         if self.options.memory_every is not None:
             rungs += self._memory_rungs()
         for checkpoint in reversed(self.folder.checkpoints()):
-            restore = functools.partial(self._attempt, lambda found=checkpoint: found)
-            rungs.append(Rung("checkpoint", checkpoint.step, restore))
+            found = functools.partial(_itself, checkpoint)
+            rungs.append(
+                Rung("checkpoint", checkpoint.step, functools.partial(self._attempt, found))
+            )
         return rungs
 
     def _memory_rungs(self) -> list[Rung[Restored]]:
@@ -286,8 +291,8 @@ class Checkpoints:
         """Take over one checkpoint; raises CheckpointDamaged, on all ranks, if it is not whole."""
         checkpoint = find()
         try:
-            opened = self._together(lambda: _Opened(checkpoint, self._wanted))
-            fill = functools.partial(self._fill, checkpoint)
+            opened = _together(lambda: _Opened(checkpoint, self._wanted))
+            fill = functools.partial(_fill, self._world, checkpoint)
             self.engine.parts.take(opened, fill)
             self._restore_objects(opened, fill)
         except CheckpointDamaged:
@@ -305,15 +310,6 @@ class Checkpoints:
 
     def _wanted(self, name: str) -> bool:
         return not name.startswith(_RANDOM) or name == f"{_RANDOM}{self._world.rank}"
-
-    def _fill(self, checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
-        try:
-            if isinstance(checkpoint, MemoryCheckpoint):
-                checkpoint.load(parts)
-            else:
-                load(checkpoint, parts, self._world.background_group("checkpoint"))
-        except CheckpointError as error:
-            raise CheckpointDamaged(str(error)) from error
 
     def _restore_objects(self, opened: _Opened, fill: Callable[[dict[str, Part]], None]) -> None:
         tensors = opened.manifest.tensors
@@ -335,19 +331,6 @@ class Checkpoints:
         for name, own in found.items():
             self._stateful[name].load_state_dict(put_together(opened.read_object(name), own))
 
-    def _together(self, action: Callable[[], _Opened]) -> _Opened:
-        """Do it on every rank; where one finds damage, all do."""
-        failure, result = None, None
-        try:
-            result = action()
-        except CheckpointError as error:
-            failure = str(error)
-        for told in collectives.all_gather_object(failure):
-            if told is not None:
-                raise CheckpointDamaged(told)
-        assert result is not None
-        return result
-
     def _take_folder(self) -> None:
         """Keep other runs out, and remove what a killed one left half done."""
         failure = None
@@ -362,12 +345,53 @@ class Checkpoints:
             raise CheckpointError(failure)
 
 
+def load_weights(engine: Engine, where: str | os.PathLike[str]) -> str:
+    """Give ``engine`` the weights of a checkpoint, and nothing else of it. Every rank calls it.
+
+    ``where`` is one checkpoint, or a run or a folder of checkpoints, of which the newest is taken;
+    a path or a URL. Returns the path of the one taken. Weights of another dtype are cast.
+    """
+    checkpoint = _together(lambda: find_checkpoint(where))
+    opened = _together(lambda: _Opened(checkpoint, lambda name: name == ENGINE))
+    fill = functools.partial(_fill, engine.world, checkpoint)
+    engine.parts.take(opened, fill, weights_only=True)
+    return checkpoint.path
+
+
+def _fill(world: World, checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
+    """Fill ``parts`` from ``checkpoint``; a collective that succeeds or fails on all ranks."""
+    try:
+        if isinstance(checkpoint, MemoryCheckpoint):
+            checkpoint.load(parts)
+        else:
+            load(checkpoint, parts, world.background_group("checkpoint"))
+    except CheckpointError as error:
+        raise CheckpointDamaged(str(error)) from error
+
+
+def _together(action: Callable[[], T]) -> T:
+    """Do it on every rank; where one fails, all do."""
+    failure, result = None, None
+    try:
+        result = action()
+    except CheckpointError as error:
+        failure = str(error)
+    if (problem := _first_problem(failure)) is not None:
+        raise CheckpointDamaged(problem)
+    assert result is not None
+    return result
+
+
 class _DoesNotFit(Exception):
     """A checkpoint is whole, but not one of this model: no older one would do."""
 
     def __init__(self, reason: CheckpointError) -> None:
         super().__init__(str(reason))
         self.reason = reason
+
+
+def _itself(checkpoint: Checkpoint) -> Checkpoint:
+    return checkpoint
 
 
 def _first_problem(problem: str | None) -> str | None:

@@ -31,7 +31,7 @@ from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
 from paceline.trainer.reporting import Reporter
-from paceline.trainer.saving import Checkpoints, Stateful
+from paceline.trainer.saving import Checkpoints, Stateful, load_weights
 from paceline.trainer.stopping import STOP, StopRequests
 from paceline.world import World
 
@@ -208,8 +208,12 @@ class Trainer:
                 checkpoints=checkpoints,
             )
             try:
+                went_on = False
                 if goes_on and checkpoints is not None:
-                    self._resume(loop, checkpoints)
+                    went_on = self._resume(loop, checkpoints)
+                if self.checkpoint.start_from is not None and not went_on:
+                    path = load_weights(self._engine, self.checkpoint.start_from)
+                    reporter.emit(Note(message=f"starting with the weights of {path}"))
                 history = loop.run()
                 clean = True
             finally:
@@ -307,13 +311,14 @@ class Trainer:
             report=reporter.emit,
         )
 
-    def _resume(self, loop: Loop, checkpoints: Checkpoints) -> None:
+    def _resume(self, loop: Loop, checkpoints: Checkpoints) -> bool:
         restored = checkpoints.restore()
         if restored is not None:
             loop.went_on(restored)
-            return
+            return True
         where = f"{checkpoints.folder.where} holds no checkpoint"
         loop.reporter.emit(Note(message=f"{where}: the run starts from the beginning"))
+        return False
 
     def _reporter(self, world: World, resumed: bool) -> Reporter:
         history = History()
