@@ -99,7 +99,7 @@ def test_sigusr1_saves_and_goes_on_and_a_second_run_is_refused(folder: Path) -> 
         running.send_signal(signal.SIGINT)
         output, _ = running.communicate(timeout=60)
     assert "saved" in output
-    assert [c.step for c in Folder(run / "checkpoints").checkpoints()][0] == saved.step
+    assert saved.step in [c.step for c in Folder(run / "checkpoints").checkpoints()]
 
 
 def _wait_for(condition: Any) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline import __version__
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.finding import find_checkpoint
 from paceline.checkpoint.folder import Folder
@@ -37,6 +36,7 @@ from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError
 from paceline.events import Event, RestoreTried
 from paceline.trainer.options import Checkpointing
 from paceline.trainer.trees import is_large, put_together, take_apart
+from paceline.version import __version__
 from paceline.world import World, collectives, rng_state, set_rng_state
 
 T = TypeVar("T")
