@@ -74,7 +74,10 @@ def main() -> None:
         else:
             child = os.fork()
             if child == 0:
-                run_rank(command)
+                try:
+                    run_rank(command)
+                except BaseException as error:  # nobody must wait for an answer in vain
+                    say(f"{type(error).__name__}: {error}".replace("\n", " "))
                 os._exit(0)
             if command["do"] != "train":
                 os.waitpid(child, 0)

@@ -65,7 +65,9 @@ def _look_remotely(storage: Storage, names: list[str]) -> list[Listed]:
     from paceline.checkpoint.fsspec_storage import FsspecStorage
 
     assert isinstance(storage, FsspecStorage)
-    top = storage.root if len(names) > 1 else f"{storage.root}/{names[0] if names else ''}"
+    if not names:
+        return []
+    top = storage.root if len(names) > 1 else f"{storage.root}/{names[0]}"
     try:
         everything = storage.fs.find(top, detail=True)
     except Exception as error:  # stores raise their client library's own kinds

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoint.manifest import NAME
-from paceline.errors import CheckpointError, MissingExtra
+from paceline.errors import CheckpointError
 
 _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 _NESTED = ("model", "state_dict", "model_state_dict", "module")
@@ -100,10 +101,6 @@ def _read_shards(index: Path, read: Any) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise MissingExtra("safetensors, which reads such files,", "hf") from None
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.checkpoint_list import Snapshots, snapshots_of
-from paceline.cli.checkpoint_screen import bar, show_json
+from paceline.cli.checkpoint_screen import bar, show_json, shown
 
 if TYPE_CHECKING:
     from paceline.checkpoint.pruning import PrunePlan
@@ -52,7 +52,7 @@ def _confirmed(plan: PrunePlan, snapshots: list[Snapshots], yes: bool) -> bool:
     if yes or not (going or snapshots) or not sys.stdin.isatty():
         return True
     for one in going:
-        typer.echo(f"{one.path}{' (unfinished)' if one.state == 'unfinished' else ''}")
+        typer.echo(f"{shown(one.path)}{' (unfinished)' if one.state == 'unfinished' else ''}")
     for snapshot in snapshots:
         typer.echo(str(snapshot))
     return typer.confirm(f"Delete {'these' if len(going) + len(snapshots) > 1 else 'this'}?")
@@ -81,7 +81,7 @@ def _report(
     for snapshot in snapshots:
         typer.echo(f"{'freed' if done else 'would free'} {snapshot}")
     for one in plan.damaged:
-        typer.echo(f"left alone, since it is damaged: {one.path}: {one.problem}", err=True)
+        typer.echo(f"left alone, since it is damaged: {shown(one.path)}: {one.problem}", err=True)
     stay = plural(len(plan.stay), "checkpoint")
     gone = f"{plural(len(plan.delete), 'checkpoint')} ({size(plan.bytes)})"
     typer.echo(f"{verb} {gone}, {stay} {'stay' if len(plan.stay) != 1 else 'stays'}")

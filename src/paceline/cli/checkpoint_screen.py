@@ -88,6 +88,12 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: progress.advance(task, count)
 
 
+def shown(path: str) -> str:
+    """A path as a person would type it: from the current folder on, where it lies below that."""
+    here = os.getcwd().rstrip("/") + "/"
+    return path.removeprefix(here)
+
+
 def when(info: Mapping[str, Any]) -> str:
     """When a checkpoint was saved, in this machine's time."""
     text = str(info.get("time") or "")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.checkpoint_screen import bar, metrics_text, show_json, show_table, when
+from paceline.cli.checkpoint_screen import bar, metrics_text, show_json, show_table, shown, when
 from paceline.track.pace import count, duration, plural, size
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _LARGEST = 10
 def show_checkpoint(checkpoint: Checkpoint, every_tensor: bool) -> None:
     """Print what a checkpoint holds."""
     manifest = checkpoint.manifest
-    typer.echo(checkpoint.path)
+    typer.echo(shown(checkpoint.path))
     facts = {"step": manifest.step, "size": size(manifest.size), "files": len(manifest.files)}
     facts |= {"saved": when(manifest.info), "metrics": metrics_text(manifest.info)}
     others = {k: v for k, v in manifest.info.items() if k not in ("time", "metrics")}
@@ -142,9 +142,9 @@ def show_verdicts(verdicts: Sequence[Verdict], as_json: bool) -> None:
     for verdict in verdicts:
         if not verdict.damages:
             speed = f"{size(verdict.bytes)} in {duration(verdict.seconds)}"
-            typer.echo(f"whole: {verdict.path} ({speed})")
+            typer.echo(f"whole: {shown(verdict.path)} ({speed})")
             continue
-        typer.echo(f"damaged: {verdict.path}")
+        typer.echo(f"damaged: {shown(verdict.path)}")
         for damage in verdict.damages:
             typer.echo(f"  {damage}")
 
@@ -184,7 +184,7 @@ def show_difference(
 
 def _headline(checkpoint: Checkpoint) -> str:
     layout = checkpoint.manifest.info.get("layout")
-    return f"{checkpoint.path} (step {checkpoint.step}{f', {layout}' if layout else ''})"
+    return f"{shown(checkpoint.path)} (step {checkpoint.step}{f', {layout}' if layout else ''})"
 
 
 def _amount(value: float | None) -> str:
@@ -225,4 +225,4 @@ def show_import(checkpoint: Checkpoint, as_json: bool) -> None:
         )
         return
     tensors = plural(len(manifest.tensors), "tensor")
-    typer.echo(f"wrote {checkpoint.path}: {tensors}, {size(manifest.size)}")
+    typer.echo(f"wrote {shown(checkpoint.path)}: {tensors}, {size(manifest.size)}")
