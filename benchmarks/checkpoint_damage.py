@@ -23,7 +23,6 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,7 +32,6 @@ from checkpointing.damages import KINDS
 from checkpointing.forks import Here, forked, results
 from checkpointing.rivals import Distributed, Paceline, Saves, TorchSave
 from checkpointing.states import Shapes, differing, gpt_shapes, size_of, whole_tensors
-from rich.progress import Progress
 
 from paceline.checkpoint.folder import Folder
 from paceline.errors import CheckpointError
@@ -43,7 +41,7 @@ STEP = 2
 """The step that is damaged; the one before is left alone."""
 ATTEMPT = 100
 """Added to the seed of a save of the same step that was replaced by another one."""
-LIMIT_S, LIMIT_BYTES = 30, 8 * 2**30
+LIMIT_S, LIMIT_BYTES = 20, 8 * 2**30
 """What a load may take: a flipped length must not take the machine down."""
 
 Outcome = str
@@ -192,17 +190,15 @@ def main() -> None:
     ways: list[Saves] = [Paceline(), Distributed(), TorchSave()]
     counts: dict[str, Counter[tuple[str, str]]] = {}
     problems: list[str] = []
-    with tempfile.TemporaryDirectory() as root, Progress(console=report.console) as progress:
-        for way in ways:
-            if options.only not in (None, way.name):
-                continue
-            task = progress.add_task(way.name, total=len(jobs))
-            bench = Bench(way, Path(root) / way.name, shapes)
-            if way.name == "Paceline":
-                counts[way.name], problems = own(bench, jobs, partial(progress.advance, task))
+    for way in ways:
+        if options.only not in (None, way.name):
+            continue
+        with tempfile.TemporaryDirectory() as root, report.progress(way.name, len(jobs)) as tick:
+            bench = Bench(way, Path(root) / "saves", shapes)
+            if isinstance(way, Paceline):
+                counts[way.name], problems = own(bench, jobs, tick)
             else:
-                counts[way.name] = rival(bench, jobs, partial(progress.advance, task))
-            shutil.rmtree(bench.root)
+                counts[way.name] = rival(bench, jobs, tick)
     tell(options, counts, problems, size_of(shapes), time.perf_counter() - began)
     raise SystemExit(1 if problems else 0)
 

@@ -30,7 +30,6 @@ from checkpointing import report
 from checkpointing.forks import forked
 from checkpointing.killing import PHASES, Plan, newest, phase, run, shapes_for, strays
 from checkpointing.states import Shapes, size_of
-from rich.progress import Progress
 
 from paceline.checkpoint.folder import Folder
 
@@ -92,8 +91,8 @@ class Bench:
                 ended = self._run(Plan(world, self._number, saves=3), traced, None, [])
                 assert ended.problem is None, ended.problem
 
-    def trial(self) -> None:
-        """Kill a run in the middle of a save; counted only if it was in the middle."""
+    def trial(self) -> bool:
+        """Kill a run; whether it was in the middle of a save, and counts."""
         draw = self.draw
         self._number += 1
         world = draw.choice((1, 2, 2))
@@ -111,12 +110,13 @@ class Bench:
         self._judge_before(ended)
         if ended.problem is None and ended.finished.issuperset(victims):
             self.missed += 1
-            return
+            return False
         killed = f"rank {victim} of 2" if one else f"all of {world}"
         trial = Trial(plan, "line" if by_line else "time", killed, survivor_s=ended.survivor_s)
         trial.problem = ended.problem
         self._judge(trial, ended)
         self.trials.append(trial)
+        return True
 
     def last(self) -> None:
         """One more run, in peace, for the last trial's sake; only checkpoints may be left."""
@@ -203,13 +203,15 @@ def main() -> None:
     torch.set_num_threads(1)
     shapes = shapes_for(options.megabytes)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as root, Progress(console=report.console) as progress:
-        task = progress.add_task("killed", total=options.trials)
+    with (
+        tempfile.TemporaryDirectory() as root,
+        report.progress("killed", options.trials) as tick,
+    ):
         bench = Bench(f"{root}/checkpoints", shapes, Random(options.seed))
         bench.warm_up()
         while len(bench.trials) < options.trials:
-            bench.trial()
-            progress.update(task, completed=len(bench.trials))
+            if bench.trial():
+                tick()
         bench.last()
     tell(bench, options, time.perf_counter() - began)
     bad = [trial for trial in bench.trials if trial.problem or trial.next_run]

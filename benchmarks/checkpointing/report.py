@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -25,6 +34,29 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> N
     for row in rows:
         table.add_row(*map(str, row))
     console.print(table)
+
+
+@contextlib.contextmanager
+def progress(name: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar; the function given moves it on by one. Has no thread, so that forking is safe."""
+    with Progress(
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as bar:
+        task = bar.add_task(name, total=total)
+        shown = 0.0
+
+        def advance() -> None:
+            nonlocal shown
+            bar.advance(task)
+            if time.monotonic() > shown + 0.5 or bar.finished:
+                bar.refresh()
+                shown = time.monotonic()
+
+        yield advance
 
 
 def write(name: str, content: dict[str, Any], path: Path | None = None) -> None:

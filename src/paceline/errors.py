@@ -13,7 +13,8 @@ Each message names the value that was found, the rule it breaks and what to do n
     │   └── CollectiveMismatch            ranks called different collectives, shapes or dtypes
     ├── NonFiniteError (ArithmeticError)  NaN or Inf in the loss or the gradients
     ├── CheckpointError (RuntimeError)    a checkpoint that cannot be written, found or read
-    │   └── CheckpointDamaged             its bytes are not those that were written
+    │   ├── CheckpointDamaged             its bytes are not those that were written
+    │   └── StorageError                  the disk or the store refused: full, read-only, gone
     ├── LaunchError (RuntimeError)        processes that could not be started
     │   └── RankFailed                    a rank died; carries its rank, exit code and traceback
     └── MissingExtra (ImportError)        an optional package that is not installed
@@ -82,6 +83,24 @@ class CheckpointError(PacelineError, RuntimeError):
 
 class CheckpointDamaged(CheckpointError):
     """A checkpoint whose bytes are not those that were written, or not all there."""
+
+
+class StorageError(CheckpointError):
+    """The storage refused: no space, read-only, no rights, gone. Says nothing of the bytes in it.
+
+    ``unreadable`` is true where a medium could not give back the bytes of one file.
+    """
+
+    def __init__(self, message: str, *, unreadable: bool = False) -> None:
+        self.unreadable = unreadable
+        super().__init__(message)
+
+
+def is_damage(error: CheckpointError) -> bool:
+    """Whether it tells of bytes that are lost for good, so that an older checkpoint must do."""
+    return isinstance(error, CheckpointDamaged) or (
+        isinstance(error, StorageError) and error.unreadable
+    )
 
 
 class LaunchError(PacelineError, RuntimeError):

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.checkpoint.storage import Storage, StorageError
+from paceline.checkpoint.storage import Storage
+from paceline.errors import StorageError
 
 MIB = 1024 * 1024
 

@@ -25,8 +25,7 @@ from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of, name_of, step_of
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.storage import StorageError
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, StorageError
 
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 # Those without values of their own: quantised ones need a scale, and sub-byte ones have no memory.

@@ -12,8 +12,7 @@ from plain_checkpoints import put_checkpoint
 from paceline.checkpoint.checkpoint import Checkpoint, name_of
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.retention import Entry, Keep
-from paceline.checkpoint.storage import StorageError
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, StorageError
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -78,7 +78,7 @@ def test_without_a_rung_there_is_nothing():
 
 def test_where_all_rungs_fail_the_run_does_not_begin_again():
     ladder = Ladder((OWN, 3), (DISK, 2), broken=((OWN, 3), (DISK, 2)))
-    with pytest.raises(CheckpointError, match="step 2 is damaged.*nothing older"):
+    with pytest.raises(CheckpointError, match=r"step 2 is damaged.*nothing older"):
         ladder.climb()
     assert ladder.said == [(OWN, 3, False), (DISK, 2, False)]
 

@@ -19,8 +19,7 @@ import pytest
 
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.locking import FolderLock
-from paceline.checkpoint.storage import StorageError
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, StorageError
 
 BEAT = 0.05
 

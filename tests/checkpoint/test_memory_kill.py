@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from checkpoint.memory_cases import group, make_roots, recall, root_of, state
 from paceline.checkpoint.memory import MemoryTier
-from paceline.checkpoint.memory_files import folder_of, free_run
+from paceline.checkpoint.memory_files import folder_of, free_run, names_in
 from paceline.errors import RankFailed
 
 LARGE = 500_000
@@ -104,7 +104,7 @@ def test_killed_at_any_instant_the_newest_whole_snapshot_is_found(ranks, tmp_pat
         rungs.add(rung)
     assert rungs == ({"own memory"} if nodes == 1 else {"own memory", "partner memory"})
     for root in roots:
-        assert len([n for n in os.listdir(folder_of("run", root)) if n.endswith(".bin")]) <= 4
+        assert len(names_in(folder_of("run", root))) <= 4
 
 
 def free_port() -> int:

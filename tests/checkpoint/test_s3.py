@@ -13,8 +13,8 @@ from storage_contract import StorageContract
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.fsspec_storage import FsspecStorage
-from paceline.checkpoint.storage import Storage, StorageError, open_storage
-from paceline.errors import CheckpointError
+from paceline.checkpoint.storage import Storage, open_storage
+from paceline.errors import CheckpointError, StorageError
 
 MIB = 1024 * 1024
 

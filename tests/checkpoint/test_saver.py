@@ -19,8 +19,8 @@ from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.saver import Outcome, Saver
-from paceline.checkpoint.storage import LocalStorage, StorageError
-from paceline.errors import CheckpointError, RankFailed
+from paceline.checkpoint.storage import LocalStorage
+from paceline.errors import CheckpointError, RankFailed, StorageError
 
 Chunks = Iterable[memoryview]
 

@@ -125,9 +125,12 @@ def test_pinned_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, how: str) 
     runtime = FakeRuntime(allowed=how != "refused")
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(snapshots, "_on_cuda", lambda state: True)
+    forgotten: list[str] = []
+    monkeypatch.setattr(snapshots, "_forget_refusal", lambda: forgotten.append("refusal"))
     snapshot = Snapshot()
     snapshot.reserve(RankState({"w": whole_part(torch.ones(100))}))
     assert snapshot.pinned == (how != "refused")
+    assert forgotten == (["refusal"] if how == "refused" else [])
     assert list(runtime.registered.values()) == ([448] if snapshot.pinned else [])
     if how == "grown":
         snapshot.reserve(RankState({"w": whole_part(torch.ones(200))}))

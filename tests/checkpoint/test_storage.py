@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from storage_contract import MIB, StorageContract, views
 
-from paceline.checkpoint.storage import LocalStorage, Storage, StorageError, open_storage
-from paceline.errors import CheckpointError, MissingExtra
+from paceline.checkpoint.storage import LocalStorage, Storage, open_storage
+from paceline.errors import CheckpointError, MissingExtra, StorageError
 
 
 class TestLocalStorage(StorageContract):

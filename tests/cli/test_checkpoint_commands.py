@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,8 @@ from safetensors.torch import load_file
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.listing import list_checkpoints
-from paceline.checkpoint.manifest import FileEntry, Manifest
-from paceline.checkpoint.memory_files import SlotName, make_folder, make_header
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.memory import MemoryTier
 from paceline.checkpoint.part import RankState, whole_part
 from paceline.checkpoint.save import save
 from paceline.cli import main
@@ -36,8 +37,10 @@ class Terminal:
 
     def __call__(self, *arguments: str | Path) -> Answer:
         self._monkeypatch.setattr(sys, "argv", ["paceline", "checkpoint", *map(str, arguments)])
+        before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(SystemExit) as ended:
             main()
+        signal.signal(signal.SIGTERM, before)
         assert isinstance(ended.value.code, int)
         return ended.value.code, *self._capsys.readouterr()
 
@@ -321,6 +324,14 @@ def test_exports_that_cannot_be(
     assert os.listdir(tmp_path) == ["run"]
 
 
+def test_an_export_that_is_ended_leaves_nothing(
+    paceline: Terminal, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert paceline("export", run, tmp_path / "m.safetensors")[0] == 128 + signal.SIGTERM
+    assert os.listdir(tmp_path) == ["run"]
+
+
 # ------------------------------------------------------------------ wrong places
 
 
@@ -339,6 +350,17 @@ def test_places_without_checkpoints(paceline: Terminal, tmp_path: Path, command:
         status, printed, shown = paceline(command, where)
         assert (status in (1, 2), printed) == (True, "")
         assert message in shown
+
+
+def test_a_folder_of_runs_names_the_latest(paceline: Terminal, run: Path) -> None:
+    status, _, shown = paceline("ls", run.parent)
+    assert (status, f"The latest run in it is {run}." in shown) == (1, True)
+
+
+def test_a_run_that_saves_to_another_folder(paceline: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("checkpoint: {where: kept}\n")
+    save_step(tmp_path / "kept", 5)
+    assert [one["step"] for one in paceline.json("ls", tmp_path)["checkpoints"]] == [5]
 
 
 def test_a_step_that_is_not_there(paceline: Terminal, run: Path) -> None:
@@ -441,12 +463,10 @@ def test_prune_rules_that_make_no_sense(
 
 def put_in_memory(run: Path, root: Path) -> None:
     """What a run that was killed leaves there: a snapshot of step 31."""
-    folder = make_folder(run / "checkpoints", root)
-    name = SlotName(0, "own", 0)
-    held = Manifest(31, {}, {f"{name}.bin": FileEntry(0, ())})
-    header = make_header(held, snapshot="s", ranks=1, identity="", index=b"")
-    (folder / f"{name}.bin").write_bytes(b"")
-    (folder / f"{name}.json").write_bytes(header)
+    tier = MemoryTier(run / "checkpoints", None, after=None, root=root)
+    tier.snapshot(31, RankState({"model/w": whole_part(torch.ones(3))}))
+    tier.wait()
+    tier.close()
 
 
 def test_snapshots_in_shared_memory(

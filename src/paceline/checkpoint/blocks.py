@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from paceline.checkpoint.hashing import hash_block
 from paceline.checkpoint.manifest import FileEntry
-from paceline.checkpoint.storage import ReadableFile, Storage, StorageError
-from paceline.errors import CheckpointError
+from paceline.checkpoint.storage import ReadableFile, Storage
+from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Damage:
 
 
 class BlockReader:
-    """Ranges of bytes of one file. Raises ``CheckpointError`` rather than hand out a wrong byte.
+    """Ranges of bytes of one file. Raises ``CheckpointDamaged`` rather than hand out a wrong byte.
 
     For one thread. Keeps the block read last, so that small ranges in order cost one read a block.
     """
@@ -39,7 +39,7 @@ class BlockReader:
         self._kept: tuple[int, memoryview] | None = None
         self._buffer: memoryview | None = None
         if (size := storage.size(path)) != entry.size:
-            raise CheckpointError(str(_size_damage(self.path, entry, size)))
+            raise CheckpointDamaged(str(_size_damage(self.path, entry, size)))
         self._file = storage.open_read(path)
 
     def __enter__(self) -> BlockReader:
@@ -105,11 +105,11 @@ class BlockReader:
     def _fetch(self, first: int, into: memoryview) -> None:
         found = self._file.read_into(first, into)
         if found != len(into):
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"{self.path} is damaged: expected {self.entry.size} bytes, found {first + found}."
             )
         for damage in _wrong_blocks(self.path, self.entry, first, into):
-            raise CheckpointError(str(damage))
+            raise CheckpointDamaged(str(damage))
 
 
 def file_damages(

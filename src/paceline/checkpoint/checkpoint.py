@@ -24,8 +24,8 @@ from torch import Tensor
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.blocks import BlockReader, Damage, file_damages
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.storage import Storage, StorageError, open_storage
-from paceline.errors import CheckpointError
+from paceline.checkpoint.storage import Storage, open_storage
+from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 
 _NAME = re.compile(r"step-(\d{9,})")
 _MOST_OPEN = 8
@@ -79,7 +79,7 @@ class Checkpoint:
         path = f"{self.name}/{manifests.NAME}"
         where = self.storage.full(path)
         if self.storage.size(path) is None:
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"{self.path} holds no {manifests.NAME}: it is no checkpoint, or was never "
                 "finished."
             )
@@ -89,7 +89,7 @@ class Checkpoint:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             problem = f"it does not read like one ({type(error).__name__}: {error})"
         if problem:
-            raise CheckpointError(f"{where} is damaged: {problem}.")
+            raise CheckpointDamaged(f"{where} is damaged: {problem}.")
         return found
 
     def reader(self, file: str) -> BlockReader:

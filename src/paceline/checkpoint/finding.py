@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.checkpoint.manifest import NAME
 from paceline.checkpoint.storage import Storage, open_storage
 from paceline.errors import CheckpointError
+from paceline.launch.run_folder import latest_run
 
 if TYPE_CHECKING:
     from paceline.checkpoint.checkpoint import Checkpoint
@@ -59,9 +60,11 @@ def locate(where: str | os.PathLike[str]) -> Place:
             return Place(str(folder))
     if (path / "config.yaml").is_file() or path.name == "checkpoints":
         return Place(str(path))  # a run that has not saved yet
+    run = latest_run(path)
+    hint = f" The latest run in it is {run}." if run else ""
     raise CheckpointError(
-        f"{text} is no run folder and holds no checkpoints. Name a run folder, its checkpoints "
-        "folder, one checkpoint (…/step-000000100), or a URL."
+        f"{text} is no run folder and holds no checkpoints.{hint} Name a run folder, its "
+        "checkpoints folder, one checkpoint (…/step-000000100), or a URL."
     )
 
 
@@ -144,7 +147,7 @@ def _place_in_config(path: Path) -> Place | None:
         return None
     if is_url(where):
         return _locate_url(where.rstrip("/"), section.get("storage"))
-    return Place(where)
+    return Place(str(path / where))  # a relative one is in the run's folder
 
 
 def is_url(where: str) -> bool:

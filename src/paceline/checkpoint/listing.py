@@ -16,8 +16,8 @@ import xxhash
 
 from paceline.checkpoint.finding import _OLD, _STEP, locate
 from paceline.checkpoint.manifest import FORMAT, NAME, Manifest
-from paceline.checkpoint.storage import LocalStorage, Storage, StorageError
-from paceline.errors import CheckpointError
+from paceline.checkpoint.storage import LocalStorage, Storage
+from paceline.errors import CheckpointError, StorageError
 
 _ASKED_AT_ONCE = 32
 

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from paceline.checkpoint.boxes import Box
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointDamaged, CheckpointError
 
 NAME = "manifest.json"
 FORMAT = 2
@@ -99,9 +99,11 @@ class Manifest:
             head = json.loads(first)
             found, size, expected = head["paceline_checkpoint"], head["bytes"], head["xxh3_128"]
         except (ValueError, KeyError, TypeError):
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"{where} is damaged: it does not begin like a manifest of Paceline's."
             ) from None
+        if first != json.dumps(head).encode():
+            raise CheckpointDamaged(f"{where} is damaged: its first line is not as it was written.")
         if found != FORMAT:
             raise CheckpointError(
                 f"{where} is of format {found!r}, which this version of Paceline cannot read: it "
@@ -109,12 +111,14 @@ class Manifest:
             )
         body = rest[:-1]
         if not newline or rest[-1:] != b"\n" or len(body) != size:
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"{where} is damaged: expected {size} bytes after its first line, found "
                 f"{max(len(rest) - 1, 0)}."
             )
         if (hashed := _hash(body)) != expected:
-            raise CheckpointError(f"{where} is damaged: expected hash {expected}, found {hashed}.")
+            raise CheckpointDamaged(
+                f"{where} is damaged: expected hash {expected}, found {hashed}."
+            )
         content = json.loads(body)
         return cls(
             content["step"],

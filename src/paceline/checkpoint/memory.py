@@ -7,12 +7,14 @@ hashes the copy, makes it count, and sends it to a rank on another node.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
+import queue
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ from paceline.checkpoint.memory_files import (
     remove_fetched,
     remove_files,
     remove_folder,
+    remove_temporary,
     step_in,
 )
 from paceline.checkpoint.nodes import Nodes, meet, partners
@@ -106,11 +109,14 @@ class MemoryTier:
         here = self._nodes.ranks[self._nodes.here]
         self._used_here = {(rank, OWN) for rank in here}
         self._used_here |= {(rank, COPY) for rank, keeper in enumerate(chosen) if keeper in here}
-        self._sweep(keep)
+        if self._nodes.is_first_here:  # nobody writes before all ranks have come to the end of this
+            remove_fetched(self._folder)
+            remove_temporary(self._folder)
+            self._sweep(keep)
         self._has_strays = True
         self._share: Share | None = None
         self._views: dict[Segment, tuple[Tensor, list[Tensor]]] = {}
-        self._thread: threading.Thread | None = None
+        self._worker = _Worker()
         self._in_flight = False
         self._problem: str | None = None
         self._count = 0
@@ -139,30 +145,25 @@ class MemoryTier:
         if self._closed:
             raise CheckpointError("snapshot(): this MemoryTier is closed. Make a new one.")
         began = time.perf_counter()
-        self._join()
+        self._worker.wait()
         waited = time.perf_counter() - began
         objects, problem = _texts(state.objects)
         share = self._make_ready(step, state, objects, problem)
-        segment = self._own.spare
-        segment.clear()
-        segment.put_index(share.index)
-        copy(share.sources(state), self._views_of(segment, share))
-        entries, size = share.place(objects)
-        for name, entry in entries.items():
-            segment.memory[entry.start : entry.start + entry.length] = as_tensor(objects[name])
+        # From here on nobody stops half way: what fails on this rank, all hear of at the next call.
         self._count += 1
-        manifest = Manifest(step, dict(info or {}), objects=entries)
-        taken = _Taken(f"{self._token}-{self._count}", manifest, objects, size, share.index)
+        taken, problem = None, None
+        try:
+            taken = self._copy(step, state, objects, dict(info or {}), share)
+        except CheckpointError as error:
+            problem = f"the snapshot in memory of step {step} failed: {error}"
         self._in_flight = True
-        self._thread = threading.Thread(
-            target=self._finish, args=(taken,), name="paceline-snapshot", daemon=True
-        )
-        self._thread.start()
+        self._worker.begin(functools.partial(self._finish, taken, problem))
+        size = 0 if taken is None else taken.size
         return Snapped(time.perf_counter() - began, waited, size)
 
     def wait(self) -> None:
         """Return when the newest snapshot counts and its copy is on the partner's node."""
-        self._join()
+        self._worker.wait()
         if self._problem is not None:
             raise CheckpointError(self._problem)
 
@@ -178,7 +179,7 @@ class MemoryTier:
 
         For a run that ended well. Every rank calls it; they need not wait for each other.
         """
-        self._join()
+        self._worker.wait()
         if self._nodes.is_first_here:
             self._sweep(None)
         for segment in self._segments():
@@ -188,6 +189,7 @@ class MemoryTier:
 
     def _release(self) -> None:
         self._closed = True
+        self._worker.end()
         self._views.clear()
         for segment in self._segments():
             segment.close()
@@ -206,9 +208,6 @@ class MemoryTier:
 
     def _sweep(self, keep: tuple[int, str] | None) -> None:
         """Remove what ranks that are not here any more left, but for the snapshot to ``keep``."""
-        if not self._nodes.is_first_here:
-            return
-        remove_fetched(self._folder)
         for name in names_in(self._folder):
             if (name.rank, name.kind) in self._used_here:
                 continue
@@ -247,13 +246,31 @@ class MemoryTier:
             meeting.agree(problem, self._group)
         return share
 
+    def _copy(
+        self,
+        step: int,
+        state: RankState,
+        objects: Mapping[str, bytes],
+        info: dict[str, Any],
+        share: Share,
+    ) -> _Taken:
+        segment = self._own.spare
+        segment.clear()
+        segment.put_index(share.index)
+        copy(share.sources(state), self._views_of(segment, share))
+        entries, size = share.place(objects)
+        for name, entry in entries.items():
+            segment.memory[entry.start : entry.start + entry.length] = as_tensor(objects[name])
+        manifest = Manifest(step, info, objects=entries)
+        return _Taken(f"{self._token}-{self._count}", manifest, objects, size, share.index)
+
     def _count_as_whole(self) -> None:
         """The snapshot before is whole on all ranks: what was there before it may go."""
         for slots in (self._own, *self._copies.kept):
             slots.turn()
-        if self._has_strays:
+        if self._has_strays and self._nodes.is_first_here:
             self._sweep(None)
-            self._has_strays = False
+        self._has_strays = False
 
     def _give_up(self, problem: str | None) -> None:
         """Some rank cannot go on: say which, everywhere."""
@@ -272,26 +289,22 @@ class MemoryTier:
             self._views[segment] = segment.memory, views
         return views
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _finish(self, taken: _Taken) -> None:
-        """What the thread does: hash, commit, and bring the copies to where they belong."""
-        header, problems = b"", []
+    def _finish(self, taken: _Taken | None, problem: str | None) -> None:
+        """What the thread does: hash, commit, and trade copies with other nodes."""
+        header, index, body = b"", b"", torch.empty(0, dtype=torch.uint8)
+        problems = [] if problem is None else [problem]
         try:
-            header = self._commit(taken)
-        except Exception as error:  # told by the next call; the others must not wait for us
-            problems.append(_sentence(error))
+            if taken is not None:
+                header = self._commit(taken)
+                index, body = taken.index, self._own.spare.memory[: taken.size]
+        except Exception as error:  # told by the next call: partners must not wait for us
+            problems.append(_sentence(error, taken))
         try:
-            body = self._own.spare.memory[: taken.size]
-            problems += self._copies.trade(header, taken.index, body)
+            refused = self._copies.trade(header, index, body)
+            problems += [_sentence(CheckpointError(text), taken) for text in refused]
         except Exception as error:
-            problems.append(_sentence(error))
-        if problems:
-            what = f"the snapshot in memory of step {taken.manifest.step} failed: "
-            self._problem = what + " ".join(problems)
+            problems.append(_sentence(error, taken))
+        self._problem = " ".join(problems) or None
 
     def _commit(self, taken: _Taken) -> bytes:
         for name, data in taken.objects.items():
@@ -308,6 +321,40 @@ class MemoryTier:
         )
         segment.commit(header)
         return header
+
+
+class _Worker:
+    """A thread that does one thing at a time; starting one each time would cost the step."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, job: Callable[[], None]) -> None:
+        if self._thread is None:
+            name = "paceline-snapshot"
+            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._thread.start()
+        self._idle.clear()
+        self._jobs.put(job)
+
+    def wait(self) -> None:
+        self._idle.wait()
+
+    def end(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            finally:
+                self._idle.set()
 
 
 def _texts(objects: Mapping[str, Any]) -> tuple[dict[str, bytes], str | None]:
@@ -328,5 +375,7 @@ def _check_loadable(name: str, data: bytes) -> None:
         ) from error
 
 
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+def _sentence(error: Exception, taken: _Taken | None) -> str:
+    step = "" if taken is None else f" of step {taken.manifest.step}"
+    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return f"the snapshot in memory{step} failed: {text}"

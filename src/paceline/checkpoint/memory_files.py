@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.storage import LocalStorage, explained
+from paceline.checkpoint.storage import TEMPORARY, LocalStorage, explained
 from paceline.errors import CheckpointError
 
 ROOT = "/dev/shm"
@@ -109,15 +109,24 @@ def read_header(folder: Path, name: SlotName) -> Header:
     with explained("read", str(path)):
         header = Manifest.from_bytes(path.read_bytes(), str(path))
         size = (folder / f"{name}.bin").stat().st_size
-    facts = header.info["of"]
-    manifest = Manifest(header.step, header.info["info"], header.files, {}, header.objects)
+    manifest = Manifest(header.step, {}, header.files, {}, header.objects)
+    try:
+        facts, manifest.info = header.info["of"], header.info["info"]
+        found = Header(
+            name, facts["snapshot"], facts["ranks"], facts["identity"], facts["index"], manifest
+        )
+    except (KeyError, TypeError):
+        raise CheckpointError(f"{path} is no header of a segment.") from None
+    if list(header.files) != [file_name(name.rank)] or name.rank >= found.ranks:
+        raise CheckpointError(
+            f"{path} is damaged: expected that of {file_name(name.rank)}, found that of "
+            f"{', '.join(header.files) or 'nothing'}."
+        )
     if size < manifest.size:
         raise CheckpointError(
             f"{folder / str(name)}.bin is damaged: expected {manifest.size} bytes, found {size}."
         )
-    return Header(
-        name, facts["snapshot"], facts["ranks"], facts["identity"], facts["index"], manifest
-    )
+    return found
 
 
 def read_index(folder: Path, header: Header) -> Manifest:
@@ -182,6 +191,13 @@ def remove_fetched(folder: Path) -> None:
     """Remove what a restore that was killed left behind."""
     for path in folder.parent.glob(f"{folder.name}.fetched-*"):
         path.unlink(missing_ok=True)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove texts that were not finished when their process was killed."""
+    for name in os.listdir(folder):
+        if TEMPORARY.fullmatch(name):
+            (folder / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class OpenFiles(Storage):
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self._files: dict[str, _OpenFile] = {}
+        self._files: dict[str, _OpenFile | _HeldBytes] = {}
 
     def add(self, path: str, real: Path, size: int) -> None:
         """Open the file ``real``, of which ``size`` bytes count, as ``path``."""
@@ -27,14 +27,12 @@ class OpenFiles(Storage):
 
     def add_bytes(self, path: str, data: bytes) -> None:
         """Have ``data`` as ``path``."""
-        handle = os.memfd_create("paceline")
-        os.write(handle, data)
-        self._files[path] = _OpenFile(self.full(path), handle, len(data))
+        self._files[path] = _HeldBytes(data)
 
     def drop(self, path: str) -> None:
         """Let go of one file."""
         if path in self._files:
-            os.close(self._files.pop(path).handle)
+            self._files.pop(path).let_go()
 
     def close(self) -> None:
         """Let go of all files."""
@@ -51,8 +49,7 @@ class OpenFiles(Storage):
         """See :meth:`Storage.size`."""
         if path not in self._files:
             return None
-        file = self._files[path]
-        return min(file.size, os.fstat(file.handle).st_size)
+        return self._files[path].there()
 
     def open_read(self, path: str) -> ReadableFile:
         """See :meth:`Storage.open_read`."""
@@ -89,21 +86,49 @@ class OpenFiles(Storage):
 
 
 class _OpenFile(ReadableFile):
+    """A file of which the first ``size`` bytes count."""
+
     def __init__(self, path: str, handle: int, size: int) -> None:
         self.path = path
-        self.handle = handle
         self.size = size
+        self._handle = handle
+
+    def there(self) -> int:
+        return min(self.size, os.fstat(self._handle).st_size)
 
     def read_into(self, offset: int, into: memoryview) -> int:
         into = into[: max(self.size - offset, 0)]
         done = 0
         with explained("read", self.path):
             while done < len(into):
-                got = os.preadv(self.handle, [into[done:]], offset + done)
+                got = os.preadv(self._handle, [into[done:]], offset + done)
                 if got == 0:
                     break
                 done += got
         return done
 
     def close(self) -> None:
-        """Nothing: the storage closes it."""
+        """Nothing: it stays open for who reads next."""
+
+    def let_go(self) -> None:
+        os.close(self._handle)
+
+
+class _HeldBytes(ReadableFile):
+    def __init__(self, data: bytes) -> None:
+        self.size = len(data)
+        self._data = data
+
+    def there(self) -> int:
+        return self.size
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        found = self._data[offset : offset + len(into)]
+        into[: len(found)] = found
+        return len(found)
+
+    def close(self) -> None:
+        """Nothing: it stays for who reads next."""
+
+    def let_go(self) -> None:
+        """Nothing to give back."""

@@ -20,8 +20,8 @@ from paceline.checkpoint.locking import (
     is_dead,
     parse,
 )
-from paceline.checkpoint.storage import Storage, StorageError
-from paceline.errors import CheckpointError
+from paceline.checkpoint.storage import Storage
+from paceline.errors import CheckpointError, StorageError
 
 _PATIENCE = 3  # beats that a holder may miss before it is taken for dead
 

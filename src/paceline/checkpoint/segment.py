@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.errors import CheckpointError
 
 _PAGE = mmap.PAGESIZE
 _SLACK = 1024 * 1024
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class Segment:
@@ -144,4 +146,9 @@ class Slots:
 def _pin(memory: Tensor) -> bool:
     """Tell CUDA of the memory, so that copies to it are fast; whether it agreed."""
     cuda: Any = torch.cuda.cudart()
-    return int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+    if int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), _FOR_ALL_DEVICES)) == 0:
+        return True
+    # CUDA keeps its last error, and torch would blame the training's next kernel for it.
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
+    return False

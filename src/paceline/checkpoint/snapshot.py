@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from paceline.checkpoint.plans import check_piece
 from paceline.errors import CheckpointError
 
 _ALIGNMENT = 64
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class Snapshot:
@@ -118,7 +120,17 @@ def _pin(buffer: Tensor) -> bool:
     Registered rather than allocated as pinned: torch's allocator for that rounds up to a power of
     two and does not give back.
     """
-    return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel(), _FOR_ALL_DEVICES)) == 0:
+        return True
+    _forget_refusal()
+    return False
+
+
+def _forget_refusal() -> None:
+    """CUDA keeps its last error, and torch would blame the training's next kernel for it."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
 
 
 def _release(address: int) -> None:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, StorageError
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 """The names of files that :meth:`Storage.replace` had not finished when its process died."""
@@ -36,17 +36,6 @@ _ADVICE = {
     errno.ESTALE: "The file system went away: mount it again, then resume.",
     errno.EIO: "The disk or the network behind it fails: look at the system's log.",
 }
-
-
-class StorageError(CheckpointError):
-    """The storage refused: no space, read-only, no rights, gone. Says nothing of the bytes in it.
-
-    ``unreadable`` is true where a medium could not give back the bytes of one file.
-    """
-
-    def __init__(self, message: str, *, unreadable: bool = False) -> None:
-        self.unreadable = unreadable
-        super().__init__(message)
 
 
 class ReadableFile(ABC):

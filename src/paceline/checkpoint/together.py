@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointDamaged, CheckpointError, is_damage
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,8 +23,12 @@ class RanksFailed(CheckpointError):
     """A rank failed, and all ranks know."""
 
 
+class RanksFoundDamage(RanksFailed, CheckpointDamaged):
+    """The same, and what every one of them found is damage."""
+
+
 def travelling(method: Callable[P, T]) -> Callable[P, T]:
-    """Let ``method`` raise nothing but ``CheckpointError``.
+    """Let ``method`` raise nothing but ``CheckpointError`` and ``CheckpointDamaged``.
 
     What a rank raises is sent to all others, and not every exception survives that.
     """
@@ -35,7 +39,8 @@ def travelling(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **kwargs)
         except CheckpointError as error:
             # A class derived from it might be one that does not.
-            raise CheckpointError(str(error)) from error
+            kind = CheckpointDamaged if is_damage(error) else CheckpointError
+            raise kind(str(error)) from error
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise CheckpointError(
@@ -74,7 +79,9 @@ def _first_failure(
     rank, (error, _) = min(failed.failures.items(), key=lambda failure: failure[0])
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     by = "" if group is None else f" on rank {rank}"
-    return RanksFailed(f"{what} failed{by}: {text}")
+    all_damage = all(isinstance(e, CheckpointDamaged) for e, _ in failed.failures.values())
+    kind = RanksFoundDamage if all_damage else RanksFailed
+    return kind(f"{what} failed{by}: {text}")
 
 
 def _expect_to_be_alone() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -72,7 +76,7 @@ def verify(
     from paceline.cli.checkpoint_views import show_verdicts, verified
     from paceline.errors import CheckpointError
 
-    try:
+    with _trouble_apart():
         if every:
             folder = find_folder(where)
             chosen = folder.checkpoints()
@@ -81,8 +85,6 @@ def verify(
         else:
             chosen = [find_checkpoint(where, step)]
         verdicts = [verified(checkpoint) for checkpoint in chosen]
-    except CheckpointError as error:
-        raise _mistake(error) from None  # 1 is for damage
     show_verdicts(verdicts, as_json)
     if any(verdict.damages for verdict in verdicts):
         raise SystemExit(1)
@@ -118,14 +120,11 @@ def diff(
     from paceline.checkpoint.finding import find_checkpoint
     from paceline.cli.checkpoint_screen import bar
     from paceline.cli.checkpoint_views import show_difference
-    from paceline.errors import CheckpointError
 
-    try:
+    with _trouble_apart():
         pair = find_checkpoint(a, step_a), find_checkpoint(b, step_b)
         with bar("comparing", bytes_to_read(*pair, only or ())) as move:
             found = diff_checkpoints(*pair, only=only or (), progress=move)
-    except CheckpointError as error:
-        raise _mistake(error) from None  # 1 is for a difference
     show_difference(*pair, found, limit, as_json)
     if not found.equal:
         raise SystemExit(1)
@@ -174,6 +173,7 @@ def export(
     from paceline.cli.checkpoint_screen import bar, parse_size
     from paceline.cli.checkpoint_views import show_export
 
+    signal.signal(signal.SIGTERM, _leave)  # as Ctrl-C: what is half-written goes first
     largest = parse_size(max_shard)
     checkpoint = find_checkpoint(where, step)
     weights = weights_of(checkpoint, part=part, dtype=dtype)
@@ -281,6 +281,20 @@ def _keep(
     return Keep(1 if last is None else last, best, metric, mode, every)  # type: ignore[arg-type]
 
 
-def _mistake(error: Exception) -> SystemExit:
-    typer.echo(str(error), err=True)
-    return SystemExit(2)
+@contextmanager
+def _trouble_apart() -> Iterator[None]:
+    """For commands whose exit status 1 is an answer: trouble ends with 2, Ctrl-C with 130."""
+    from paceline.errors import CheckpointError
+
+    try:
+        yield
+    except CheckpointError as error:
+        typer.echo(str(error), err=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise SystemExit(130) from None
+
+
+def _leave(number: int, frame: Any) -> None:
+    sys.exit(128 + number)

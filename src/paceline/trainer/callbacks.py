@@ -35,8 +35,11 @@ class Callback:
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
         """After the last step of an epoch."""
 
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """After a checkpoint is complete on disk."""
+    def on_checkpoint(self, trainer: Trainer, path: Path | str) -> None:
+        """After a checkpoint is complete, some steps later where it is written beside training.
+
+        ``path`` is its folder, or its URL as a string.
+        """
 
     def on_fit_end(self, trainer: Trainer, history: History) -> None:
         """After the last step, evaluation and checkpoint."""

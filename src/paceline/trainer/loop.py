@@ -344,7 +344,8 @@ class Loop:
                     reason=reason,
                 )
             )
-            self._each("on_checkpoint", self.trainer, Path(outcome.path))
+            path = outcome.path
+            self._each("on_checkpoint", self.trainer, path if "://" in path else Path(path))
         if failed is not None and (last or self.trainer.checkpoint.on_failure == "stop"):
             raise CheckpointError(failed)
 

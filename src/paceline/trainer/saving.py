@@ -32,7 +32,7 @@ from paceline.checkpoint.saver import Outcome, Saver
 from paceline.engine import Engine
 from paceline.engine.parts import OBJECT as ENGINE
 from paceline.engine.parts import as_part, empty_for
-from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError
+from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError, is_damage
 from paceline.events import Event, RestoreTried
 from paceline.trainer.options import Checkpointing
 from paceline.trainer.trees import is_large, put_together, take_apart
@@ -360,13 +360,10 @@ def load_weights(engine: Engine, where: str | os.PathLike[str]) -> str:
 
 def _fill(world: World, checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
     """Fill ``parts`` from ``checkpoint``; a collective that succeeds or fails on all ranks."""
-    try:
-        if isinstance(checkpoint, MemoryCheckpoint):
-            checkpoint.load(parts)
-        else:
-            load(checkpoint, parts, world.background_group("checkpoint"))
-    except CheckpointError as error:
-        raise CheckpointDamaged(str(error)) from error
+    if isinstance(checkpoint, MemoryCheckpoint):
+        checkpoint.load(parts)
+    else:
+        load(checkpoint, parts, world.background_group("checkpoint"))
 
 
 def _together(action: Callable[[], T]) -> T:
@@ -375,15 +372,17 @@ def _together(action: Callable[[], T]) -> T:
     try:
         result = action()
     except CheckpointError as error:
-        failure = str(error)
-    if (problem := _first_problem(failure)) is not None:
-        raise CheckpointDamaged(problem)
+        failure = str(error), is_damage(error)
+    failures = [told for told in collectives.all_gather_object(failure) if told is not None]
+    if failures:
+        all_damage = all(damage for _, damage in failures)
+        raise (CheckpointDamaged if all_damage else CheckpointError)(failures[0][0])
     assert result is not None
     return result
 
 
 class _DoesNotFit(Exception):
-    """A checkpoint is whole, but not one of this model: no older one would do."""
+    """A checkpoint that is no good here for another reason than damage: no older one would do."""
 
     def __init__(self, reason: CheckpointError) -> None:
         super().__init__(str(reason))
