@@ -28,7 +28,7 @@ from random import Random
 from typing import Any
 
 from checkpointing import report
-from checkpointing.damages import KINDS
+from checkpointing.damages import KINDS, Done
 from checkpointing.forks import Here, forked, results
 from checkpointing.rivals import Distributed, Paceline, Saves, TorchSave
 from checkpointing.states import Shapes, differing, gpt_shapes, size_of, whole_tensors
@@ -78,7 +78,7 @@ class Bench:
                 made = self.way.folder(kept, step) / self.way.manifest
                 shutil.copyfile(made, self.root / f"{world}-stale-{seed}")
 
-    def damage(self, world: int, kind: str, seed: int) -> str | None:
+    def damage(self, world: int, kind: str, seed: int) -> Done | None:
         """Mend what is there, then damage it; what was done to which file."""
         folder = self.way.folder(self.work(world), STEP)
         shutil.rmtree(folder)
@@ -102,19 +102,22 @@ class Bench:
         return SILENT if wrong else UNHARMED
 
 
-def stepped_over(bench: Bench, world: int) -> str | None:
-    """Resume as a run does: ``None`` if the damage was told and the step before it was used."""
+def stepped_over(bench: Bench, world: int, files: list[str]) -> str | None:
+    """Resume as a run does: ``None`` if the damage was told and the step before it was used.
+
+    ``files`` were damaged: one of them must be named.
+    """
     folder = Folder(bench.work(world))
-    told: list[str] = []
+    damaged, told = folder.get(STEP), dict[str, str]()
     try:
-        good = folder.newest_good(
-            lambda checkpoint, text: told.append(f"{checkpoint.name}: {text}")
-        )
+        good = folder.newest_good(lambda checkpoint, text: told.update({checkpoint.name: text}))
     except CheckpointError as error:
         return f"raised: {error}"
-    damaged = folder.get(STEP).name
-    if damaged not in folder.unfinished() and damaged not in told:
-        return "the damage was not told"
+    if damaged.name not in folder.unfinished():
+        if damaged.name not in told:
+            return "the damage was not told"
+        if not any(file in told[damaged.name] for file in files):
+            return f"{files} not named: {told[damaged.name]}"
     if good is None or good.step != STEP - 1:
         return f"{good} was taken"
     wrong = bench.wrong(world, good.step)
@@ -161,11 +164,12 @@ def own(bench: Bench, jobs: list[Job], tick: Any) -> tuple[Counter[tuple[str, st
         done = bench.damage(world, kind, seed)
         assert done is not None
         outcome = bench.outcome(world)
-        problem = stepped_over(bench, world)
+        problem = stepped_over(bench, world, done.files)
         counted[kind, outcome] += 1
         counted[kind, "previous"] += problem is None
         if outcome != DETECTED or problem is not None:
-            problems.append(f"{world} ranks, {kind} ({done}), seed {seed}: {outcome}; {problem}")
+            what = f"{world} ranks, {kind} ({done.files} {done.what}), seed {seed}"
+            problems.append(f"{what}: {outcome}; {problem}")
         tick()
     return counted, problems
 
@@ -219,7 +223,13 @@ def tell(
     for name, counted in counts.items():
         own_table = name == "Paceline"
         last = "step before used" if own_table else "loaded, unharmed"
-        columns = ["damage", "done", "refused", "loaded, wrong values", last]
+        columns = [
+            "damage",
+            "done",
+            "refused",
+            "loaded" if own_table else "loaded, wrong values",
+            last,
+        ]
         rows: list[list[Any]] = []
         for kind in KINDS:
             refused, wrong, unharmed = (counted[kind, o] for o in (DETECTED, SILENT, UNHARMED))
@@ -231,8 +241,8 @@ def tell(
         rows.append(["all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])])
         report.show(f"{name}: {title}", columns, rows)
         tables[name] = {"columns": columns, "rows": rows}
-    for problem in problems:
-        report.console.print(problem)
+    for problem in problems[:20]:
+        report.console.print(problem, markup=False)
     report.write(
         "checkpoint_damage",
         {"options": vars(options) | {"json": None}, "problems": problems, "tables": tables}

@@ -35,23 +35,31 @@ class Site:
         return _files(self.folder, None)
 
 
-Damage = Callable[[Site, Random], str | None]
+@dataclass(frozen=True)
+class Done:
+    """A damage: to which files (of a stale manifest: those it speaks of, too), and what it was."""
+
+    files: list[str]
+    what: str = ""
+
+
+Damage = Callable[[Site, Random], Done | None]
 """Does it and says what it did; ``None`` where such a damage cannot be done to such a site."""
 
 
-def flip(site: Site, draw: Random) -> str | None:
+def flip(site: Site, draw: Random) -> Done | None:
     return _flip(draw.choice(site.data), draw)
 
 
-def truncate(site: Site, draw: Random) -> str | None:
+def truncate(site: Site, draw: Random) -> Done | None:
     return _truncate(draw.choice(site.data), draw)
 
 
-def remove(site: Site, draw: Random) -> str | None:
+def remove(site: Site, draw: Random) -> Done | None:
     return _remove(draw.choice(site.data))
 
 
-def swap(site: Site, draw: Random) -> str | None:
+def swap(site: Site, draw: Random) -> Done | None:
     """Two files of the checkpoint change names."""
     if len(site.data) < 2:
         return None
@@ -60,17 +68,17 @@ def swap(site: Site, draw: Random) -> str | None:
     one.rename(kept)
     other.rename(one)
     kept.rename(other)
-    return f"{one.name} and {other.name}"
+    return Done([one.name, other.name])
 
 
-def older_file(site: Site, draw: Random) -> str | None:
+def older_file(site: Site, draw: Random) -> Done | None:
     """A file is that of the checkpoint before, as after a copy that was stopped half-way."""
     number = draw.randrange(len(site.data))
     shutil.copyfile(_files(site.previous, site.manifest)[number], site.data[number])
-    return site.data[number].name
+    return Done([site.data[number].name])
 
 
-def older_pages(site: Site, draw: Random) -> str | None:
+def older_pages(site: Site, draw: Random) -> Done | None:
     """Some pages are those of the checkpoint before: the disk lost the last write to them."""
     number = draw.randrange(len(site.data))
     new = bytearray(site.data[number].read_bytes())
@@ -81,10 +89,10 @@ def older_pages(site: Site, draw: Random) -> str | None:
         end = min(start + PAGE * draw.randint(1, 16), len(new), len(old))
     new[start:end] = old[start:end]
     site.data[number].write_bytes(new)
-    return f"{site.data[number].name} from {start} to {end}"
+    return Done([site.data[number].name], f"from {start} to {end}")
 
 
-def zero_tail(site: Site, draw: Random) -> str | None:
+def zero_tail(site: Site, draw: Random) -> Done | None:
     """A file has its size and ends in zeros: its last blocks never reached the disk."""
     path = draw.choice(site.data)
     content = bytearray(path.read_bytes())
@@ -92,18 +100,18 @@ def zero_tail(site: Site, draw: Random) -> str | None:
     start = draw.randrange(last)
     content[start:] = bytes(len(content) - start)
     path.write_bytes(content)
-    return f"{path.name} from {start}"
+    return Done([path.name], f"from {start}")
 
 
-def grow(site: Site, draw: Random) -> str | None:
+def grow(site: Site, draw: Random) -> Done | None:
     """A file has more bytes than it was saved with."""
     path = draw.choice(site.data)
     with path.open("ab") as file:
         file.write(draw.randbytes(draw.randint(1, PAGE)))
-    return path.name
+    return Done([path.name])
 
 
-def exchange_pages(site: Site, draw: Random) -> str | None:
+def exchange_pages(site: Site, draw: Random) -> Done | None:
     """Two pages of a file change places."""
     path = draw.choice(site.data)
     content = bytearray(path.read_bytes())
@@ -113,34 +121,34 @@ def exchange_pages(site: Site, draw: Random) -> str | None:
         first, second = content[one : one + PAGE], content[other : other + PAGE]
     content[one : one + PAGE], content[other : other + PAGE] = second, first
     path.write_bytes(content)
-    return f"{path.name} at {one} and {other}"
+    return Done([path.name], f"at {one} and {other}")
 
 
-def stale_manifest(site: Site, draw: Random) -> str | None:
+def stale_manifest(site: Site, draw: Random) -> Done | None:
     """The manifest is that of an earlier save."""
     if site.manifest is None:
         return None
     older = draw.choice(site.stale)
     shutil.copyfile(older, site.folder / site.manifest)
-    return str(older)
+    return Done([site.manifest, "rank-"], f"of {older.name}")
 
 
-def flip_manifest(site: Site, draw: Random) -> str | None:
+def flip_manifest(site: Site, draw: Random) -> Done | None:
     return _flip(site.folder / site.manifest, draw) if site.manifest else None
 
 
-def truncate_manifest(site: Site, draw: Random) -> str | None:
+def truncate_manifest(site: Site, draw: Random) -> Done | None:
     return _truncate(site.folder / site.manifest, draw) if site.manifest else None
 
 
-def empty_manifest(site: Site, draw: Random) -> str | None:
+def empty_manifest(site: Site, draw: Random) -> Done | None:
     if site.manifest is None:
         return None
     (site.folder / site.manifest).write_bytes(b"")
-    return site.manifest
+    return Done([site.manifest])
 
 
-def remove_manifest(site: Site, draw: Random) -> str | None:
+def remove_manifest(site: Site, draw: Random) -> Done | None:
     return _remove(site.folder / site.manifest) if site.manifest else None
 
 
@@ -166,23 +174,23 @@ def _files(folder: Path, without: str | None) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and path.name != without)
 
 
-def _flip(path: Path, draw: Random) -> str:
+def _flip(path: Path, draw: Random) -> Done:
     at = draw.randrange(path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(at)
         old = file.read(1)[0]
         file.seek(at)
         file.write(bytes([old ^ draw.randint(1, 255)]))
-    return f"{path.name} at {at}"
+    return Done([path.name], f"at {at}")
 
 
-def _truncate(path: Path, draw: Random) -> str:
+def _truncate(path: Path, draw: Random) -> Done:
     size = draw.randrange(path.stat().st_size)
     with path.open("r+b") as file:
         file.truncate(size)
-    return f"{path.name} to {size} bytes"
+    return Done([path.name], f"to {size} bytes")
 
 
-def _remove(path: Path) -> str:
+def _remove(path: Path) -> Done:
     path.unlink()
-    return path.name
+    return Done([path.name])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import pty
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -254,6 +253,27 @@ def test_verify_names_missing_and_short_files(paceline: Terminal, run: Path) -> 
     assert (status, "holds no manifest.json" in printed) == (1, True)
 
 
+def test_what_a_live_run_deletes_meanwhile_is_not_damaged(
+    paceline: Terminal, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Folder(run / "checkpoints").get(10)
+    read = type(first.storage).read_bytes
+
+    def deleted_once_it_was_read(storage: Any, path: str) -> bytes:
+        data = read(storage, path)
+        if "step-000000010" in path:
+            shutil.rmtree(first.path)
+        return data
+
+    monkeypatch.setattr(type(first.storage), "read_bytes", deleted_once_it_was_read)
+    status, printed, shown = paceline("verify", run, "--all")
+    assert (status, printed.count("whole: ")) == (0, 2)
+    assert shown == f"{first.path} was deleted meanwhile\n"
+    save_step(run / "checkpoints", 10)
+    data_file(run, 10).unlink()
+    assert [one.step for one in list_checkpoints(run)] == [20, 30]
+
+
 # ------------------------------------------------------------------ diff
 
 
@@ -491,33 +511,25 @@ def test_snapshots_in_shared_memory(
 # ------------------------------------------------------------------ on a terminal
 
 
-def on_a_terminal(arguments: list[str], answer: str) -> tuple[int, str]:
-    """Run the command with a terminal of its own; what a person sees, and the exit status."""
-    ours, theirs = pty.openpty()
-    code = "from paceline.cli import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "checkpoint", *arguments],
-        stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"},
-    )  # fmt: skip
-    os.close(theirs)
-    os.write(ours, answer.encode())
-    seen = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            seen += chunk
-    except OSError:
-        pass  # how a terminal says that the other end is gone
-    os.close(ours)
-    return process.wait(60), seen.decode()
+class Keyboard(io.StringIO):
+    """A terminal's input, on which somebody types."""
+
+    def isatty(self) -> bool:
+        return True
 
 
-def test_prune_asks_a_person_first(run: Path) -> None:
-    status, seen = on_a_terminal(["prune", str(run), "--keep-last", "1"], "n\n")
-    assert status == 1
-    assert f"{run}/checkpoints/step-000000010" in seen
-    assert "Delete these? [y/N]" in seen
-    assert "nothing was deleted" in seen
+def test_prune_asks_a_person_first(
+    paceline: Terminal, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", Keyboard("n\n"))
+    status, printed, shown = paceline("prune", run, "--keep-last", "1")
+    assert (status, shown) == (1, "nothing was deleted\n")
+    assert f"{run}/checkpoints/step-000000010\n" in printed
+    assert "Delete these? [y/N]: " in printed
     assert steps_in(run) == [10, 20, 30]
+    monkeypatch.setattr("sys.stdin", Keyboard("y\n"))
+    assert paceline("prune", run, "--keep-last", "2")[0] == 0
+    assert steps_in(run) == [20, 30]
 
 
 def test_tables_and_bars_on_a_terminal(
@@ -525,7 +537,7 @@ def test_tables_and_bars_on_a_terminal(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", Keyboard(""))
     monkeypatch.setenv("TERM", "xterm")
     status, printed, _ = paceline("ls", run)
     assert (status, "───" in printed, "whole" in printed) == (0, True, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,12 @@ def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
 def test_config_commands_load_no_torch(arguments: list[str]) -> None:
     _, loaded = run(LOADED_AFTER.format(arguments=arguments))
     assert loaded & {"torch", "numpy", "rich"} == set()
+
+
+def test_listing_checkpoints_loads_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    _, loaded = run(LOADED_AFTER.format(arguments=["checkpoint", "ls", str(tmp_path)]))
+    assert loaded & {"torch", "numpy"} == set()
 
 
 def test_import_paceline_loads_nothing_but_python() -> None:

@@ -1,7 +1,44 @@
-"""Saving and loading the state of a run."""
+"""Saving, checking and loading the state of a run; each name is loaded when it is first used.
 
-from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.save import load, save
+Commands that only look at checkpoints must not wait for torch.
+"""
 
-__all__ = ["Checkpoint", "Folder", "load", "save"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from paceline.checkpoint.diff import diff_checkpoints as diff_checkpoints
+    from paceline.checkpoint.export import export_hf as export_hf
+    from paceline.checkpoint.export import export_safetensors as export_safetensors
+    from paceline.checkpoint.export import export_torch as export_torch
+    from paceline.checkpoint.finding import find_checkpoint as find_checkpoint
+    from paceline.checkpoint.finding import find_folder as find_folder
+    from paceline.checkpoint.folder import Folder as Folder
+    from paceline.checkpoint.importing import import_weights as import_weights
+    from paceline.checkpoint.listing import list_checkpoints as list_checkpoints
+
+_HOME = {
+    "Checkpoint": "checkpoint",
+    "Folder": "folder",
+    "diff_checkpoints": "diff",
+    "export_hf": "export",
+    "export_safetensors": "export",
+    "export_torch": "export",
+    "find_checkpoint": "finding",
+    "find_folder": "finding",
+    "import_weights": "importing",
+    "list_checkpoints": "listing",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline.checkpoint' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"paceline.checkpoint.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

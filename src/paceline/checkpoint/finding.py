@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.folder import Folder
 
-_STEP = re.compile(r"step-\d{9,}")
-_OLD = re.compile(r"(step-\d+|best)\.pt")
+STEP_NAME = re.compile(r"step-\d{9,}")
+OLD_NAME = re.compile(r"(step-\d+|best)\.pt")
 _SHOWN = 20
 
 
@@ -51,7 +51,7 @@ def locate(where: str | os.PathLike[str]) -> Place:
         return _locate_url(text.rstrip("/"), None)
     path = Path(text.removeprefix("file://"))
     _check_folder(path)
-    if _STEP.fullmatch(path.absolute().name) or (path / NAME).is_file():
+    if STEP_NAME.fullmatch(path.absolute().name) or (path / NAME).is_file():
         return Place(str(path.absolute().parent), path.absolute().name)
     if elsewhere := _place_in_config(path):
         return elsewhere
@@ -119,7 +119,7 @@ def _check_folder(path: Path) -> None:
 
 def _locate_url(url: str, options: dict[str, Any] | None) -> Place:
     above, _, name = url.rpartition("/")
-    if _STEP.fullmatch(name):
+    if STEP_NAME.fullmatch(name):
         return Place(above, name, options)
     names = open_storage(url, options).names()
     if NAME in names:
@@ -156,7 +156,7 @@ def is_url(where: str) -> bool:
 
 
 def _holds_checkpoints(names: list[str]) -> bool:
-    return any(_STEP.fullmatch(name) or _OLD.fullmatch(name) for name in names)
+    return any(STEP_NAME.fullmatch(name) or OLD_NAME.fullmatch(name) for name in names)
 
 
 def _steps(found: list[Checkpoint]) -> str:
@@ -167,7 +167,7 @@ def _steps(found: list[Checkpoint]) -> str:
 
 
 def _hint(folder: Folder) -> str:
-    if old := [name for name in folder.storage.names() if _OLD.fullmatch(name)]:
+    if old := [name for name in folder.storage.names() if OLD_NAME.fullmatch(name)]:
         return (
             f" {old[-1]} is of Paceline 0.1: bring its weights over with paceline checkpoint "
             f"import {folder.storage.full(old[-1])} TARGET"

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from paceline.checkpoint.finding import _OLD, _STEP, locate
+from paceline.checkpoint.finding import OLD_NAME, STEP_NAME, locate
 from paceline.checkpoint.manifest import FORMAT, NAME, Manifest
 from paceline.checkpoint.storage import LocalStorage, Storage
 from paceline.errors import CheckpointError, StorageError
@@ -46,12 +46,16 @@ def list_checkpoints(where: str | os.PathLike[str]) -> list[Listed]:
     place = locate(where)
     storage = place.open()
     names = [place.name] if place.name is not None else storage.names()
-    steps = [name for name in names if _STEP.fullmatch(name) or place.name is not None]
-    old = [name for name in names if _OLD.fullmatch(name)]
+    steps = [name for name in names if STEP_NAME.fullmatch(name) or place.name is not None]
+    old = [name for name in names if OLD_NAME.fullmatch(name)]
     if isinstance(storage, LocalStorage):
         listed = [_look(storage, name, _local_files(storage, name)) for name in steps]
     else:
         listed = _look_remotely(storage, steps)
+    if any(one.state != "whole" for one in listed):
+        # A run that is under way may have deleted some while we looked: those are not damaged.
+        there = {*storage.names()}
+        listed = [one for one in listed if one.state == "whole" or one.name in there]
     listed += [_look_at_old(storage, name) for name in old]
     return sorted(listed, key=lambda one: (one.step, one.name))
 
@@ -83,7 +87,7 @@ def _look_remotely(storage: Storage, names: list[str]) -> list[Listed]:
 
 
 def _look(storage: Storage, name: str, files: Mapping[str, int]) -> Listed:
-    step = int(name.partition("-")[2]) if _STEP.fullmatch(name) else 0
+    step = int(name.partition("-")[2]) if STEP_NAME.fullmatch(name) else 0
     path = storage.full(name)
     if NAME not in files:
         return Listed(step, name, path, "unfinished", "it has no manifest", files=len(files))
@@ -92,7 +96,7 @@ def _look(storage: Storage, name: str, files: Mapping[str, int]) -> Listed:
         found = _summary(data, storage.full(f"{name}/{NAME}"))
     except CheckpointError as error:
         return Listed(step, name, path, "damaged", str(error), files=len(files))
-    if not _STEP.fullmatch(name):
+    if not STEP_NAME.fullmatch(name):
         step = found["step"]
     sizes: dict[str, int] = found["sizes"]
     problem = ""

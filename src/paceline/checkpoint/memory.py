@@ -8,13 +8,10 @@ hashes the copy, makes it count, and sends it to a rank on another node.
 from __future__ import annotations
 
 import functools
-import io
 import os
-import queue
 import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint import meeting
+from paceline.checkpoint.background import Worker
 from paceline.checkpoint.checkpoint import memory_of
 from paceline.checkpoint.hashing import hash_blocks
 from paceline.checkpoint.manifest import BLOCK, FileEntry, Manifest
@@ -45,7 +43,7 @@ from paceline.checkpoint.nodes import Nodes, meet, partners
 from paceline.checkpoint.part import RankState
 from paceline.checkpoint.partner import Copies, as_tensor
 from paceline.checkpoint.segment import Segment, Slots
-from paceline.checkpoint.share import Share, copy, object_text, plan_share
+from paceline.checkpoint.share import Share, check_loadable, copy, object_texts, plan_share
 from paceline.errors import CheckpointError
 
 
@@ -116,7 +114,7 @@ class MemoryTier:
         self._has_strays = True
         self._share: Share | None = None
         self._views: dict[Segment, tuple[Tensor, list[Tensor]]] = {}
-        self._worker = _Worker()
+        self._worker = Worker()
         self._in_flight = False
         self._problem: str | None = None
         self._count = 0
@@ -147,7 +145,7 @@ class MemoryTier:
         began = time.perf_counter()
         self._worker.wait()
         waited = time.perf_counter() - began
-        objects, problem = _texts(state.objects)
+        objects, problem = object_texts(state.objects)
         share = self._make_ready(step, state, objects, problem)
         # From here on nobody stops half way: what fails on this rank, all hear of at the next call.
         self._count += 1
@@ -308,7 +306,7 @@ class MemoryTier:
 
     def _commit(self, taken: _Taken) -> bytes:
         for name, data in taken.objects.items():
-            _check_loadable(name, data)
+            check_loadable(name, data)
         segment = self._own.spare
         hashes = hash_blocks(memory_of(segment.memory[: taken.size])) if taken.size else ()
         taken.manifest.files[file_name(self._rank)] = FileEntry(taken.size, hashes, BLOCK)
@@ -321,58 +319,6 @@ class MemoryTier:
         )
         segment.commit(header)
         return header
-
-
-class _Worker:
-    """A thread that does one thing at a time; starting one each time would cost the step."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
-            name = "paceline-snapshot"
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._thread.start()
-        self._idle.clear()
-        self._jobs.put(job)
-
-    def wait(self) -> None:
-        self._idle.wait()
-
-    def end(self) -> None:
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            finally:
-                self._idle.set()
-
-
-def _texts(objects: Mapping[str, Any]) -> tuple[dict[str, bytes], str | None]:
-    try:
-        return {name: object_text(name, value) for name, value in objects.items()}, None
-    except CheckpointError as error:
-        return {}, str(error)
-
-
-def _check_loadable(name: str, data: bytes) -> None:
-    """Off the path of the training: an object that cannot be read back is of no use."""
-    try:
-        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever the unpickler trips over
-        raise CheckpointError(
-            f"object {name!r} could not be loaded without executing code. Let it hold tensors, "
-            "numbers, strings, lists and dicts only."
-        ) from error
 
 
 def _sentence(error: Exception, taken: _Taken | None) -> str:

@@ -103,14 +103,34 @@ def copy(sources: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def object_text(name: str, value: object) -> bytes:
-    """``value`` as torch saves it. Whether it can be loaded again is for the caller to see."""
-    buffer = io.BytesIO()
+def object_texts(objects: Mapping[str, object]) -> tuple[dict[str, bytes], str | None]:
+    """Objects as torch saves them, or why they cannot be.
+
+    Whether they can be loaded again is for :func:`check_loadable`, which takes longer.
+    """
+    texts: dict[str, bytes] = {}
     try:
-        torch.save(value, buffer)
-    except Exception:  # pickle raises whatever an object's own methods raise
-        return object_bytes(name, value)  # which says it in words
-    return buffer.getvalue()
+        for name, value in objects.items():
+            buffer = io.BytesIO()
+            try:
+                torch.save(value, buffer)
+                texts[name] = buffer.getvalue()
+            except Exception:  # pickle raises whatever an object's own methods raise
+                texts[name] = object_bytes(name, value)  # which says it in words
+    except CheckpointError as error:
+        return {}, str(error)
+    return texts, None
+
+
+def check_loadable(name: str, text: bytes) -> None:
+    """Raise where an object could not be read back without executing code."""
+    try:
+        torch.load(io.BytesIO(text), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever the unpickler trips over
+        raise CheckpointError(
+            f"object {name!r} could not be loaded without executing code. Let it hold tensors, "
+            "numbers, strings, lists and dicts only."
+        ) from error
 
 
 def _share_out(

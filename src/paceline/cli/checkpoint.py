@@ -84,7 +84,8 @@ def verify(
                 raise CheckpointError(f"{folder.where} holds no checkpoint.")
         else:
             chosen = [find_checkpoint(where, step)]
-        verdicts = [verified(checkpoint) for checkpoint in chosen]
+        found = [verified(checkpoint) for checkpoint in chosen]
+        verdicts = [verdict for verdict in found if verdict is not None]
     show_verdicts(verdicts, as_json)
     if any(verdict.damages for verdict in verdicts):
         raise SystemExit(1)

@@ -118,17 +118,23 @@ class Verdict:
     damages: list[Damage]
 
 
-def verified(checkpoint: Checkpoint) -> Verdict:
-    """Read every byte of a checkpoint, with a bar."""
+def verified(checkpoint: Checkpoint) -> Verdict | None:
+    """Read every byte of a checkpoint, with a bar; ``None`` if it was deleted meanwhile."""
+    from paceline.checkpoint.manifest import NAME
     from paceline.errors import CheckpointError
 
     started = time.perf_counter()
+    was_there = True
     try:
         total = checkpoint.manifest.size
     except CheckpointError:
-        total = 0  # told as a damage
+        total, was_there = 0, False  # told as a damage
     with bar(f"step {checkpoint.step}", total) as move:
         damages = checkpoint.damages(move)
+    manifest = f"{checkpoint.name}/{NAME}"
+    if damages and was_there and checkpoint.storage.size(manifest) is None:
+        typer.echo(f"{shown(checkpoint.path)} was deleted meanwhile", err=True)
+        return None
     return Verdict(checkpoint.path, checkpoint.step, total, time.perf_counter() - started, damages)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -303,8 +302,6 @@ class Loop:
             step = self.engine.steps_done
             told = f"{error} No more copies are kept in memory in this run."
             self.reporter.emit(CheckpointFailed(step=step, reason="memory", error=told))
-            if self.world.is_main:
-                warnings.warn(f"step {step}: {told}", stacklevel=2)
 
     def _save(self, reason: str) -> None:
         """Begin a checkpoint of this step, unless there is one already. A collective."""
@@ -330,8 +327,6 @@ class Loop:
                 self.reporter.emit(
                     CheckpointFailed(step=outcome.step, reason=reason, error=outcome.error)
                 )
-                if self.world.is_main:
-                    warnings.warn(f"step {outcome.step}: NOT saved: {failed}", stacklevel=2)
                 continue
             failed = None
             self.reporter.emit(

@@ -38,6 +38,7 @@ def fit(
         # The ranks write events; the trackers read them here, where the terminal is.
         rank_trainer = copy.copy(trainer)
         rank_trainer.trackers, rank_trainer.progress = [], False
+        rank_trainer.events_are_shown = bool(trackers)
         events_dir = trainer.run_dir or Path(temporary)
 
         def on_each_rank() -> tuple[History, dict[str, Any], dict[str, Any]]:

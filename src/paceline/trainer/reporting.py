@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from paceline.events import Event, EventLog, Note
+from paceline.events import CheckpointFailed, Event, EventLog, Note, RestoreTried
 from paceline.track import Tracker
 from paceline.trainer.history import History
 
@@ -15,15 +16,25 @@ class Reporter:
     """Hands each event to the history, and on rank 0 to the event log and the trackers."""
 
     def __init__(
-        self, run_dir: Path | None, trackers: Sequence[Tracker], history: History, *, main: bool
+        self,
+        run_dir: Path | None,
+        trackers: Sequence[Tracker],
+        history: History,
+        *,
+        main: bool,
+        warns: bool,
     ) -> None:
         self.history = history
+        # Where nobody shows events, troubles with checkpoints become Python's warnings.
+        self._warns = main and warns
         self._log = EventLog(run_dir) if main and run_dir is not None else None
         self._trackers = list(trackers) if main else []
 
     def emit(self, event: Event) -> None:
         """Report one event."""
         self.history.add(event)
+        if self._warns and (told := trouble(event)) is not None:
+            warnings.warn(told, stacklevel=3)
         if self._log is not None:
             self._log.write(event)
         for tracker in list(self._trackers):
@@ -49,3 +60,12 @@ class Reporter:
                     f"{error}). The run goes on without it.",
                 )
             )
+
+
+def trouble(event: Event) -> str | None:
+    """What went wrong with a checkpoint, in a sentence; ``None`` for other events."""
+    if isinstance(event, CheckpointFailed):
+        return f"step {event.step}: NOT saved: {event.error}"
+    if isinstance(event, RestoreTried) and not event.ok and event.step is not None:
+        return f"{event.rung}, step {event.step}, is not used: {event.detail}"
+    return None

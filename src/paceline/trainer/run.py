@@ -74,6 +74,7 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
         ),
         **engine_options(config, train),
     )
+    trainer.events_are_shown = True
     return trainer.fit(
         train, val, epochs=config.train.epochs, steps=config.train.steps, resume=resume
     )

@@ -7,11 +7,12 @@ import dataclasses
 import datetime
 import functools
 import os
+import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from paceline.engine.parts import as_part, empty_for
 from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError, is_damage
 from paceline.events import Event, RestoreTried
 from paceline.trainer.options import Checkpointing
+from paceline.trainer.reporting import trouble
 from paceline.trainer.trees import is_large, put_together, take_apart
 from paceline.version import __version__
 from paceline.world import World, collectives, rng_state, set_rng_state
@@ -42,6 +44,8 @@ from paceline.world import World, collectives, rng_state, set_rng_state
 T = TypeVar("T")
 OBJECTS = "user/"
 _LOADER, _RANDOM = "loader", "random/"
+_IDENTITY = ".run"
+"""A file beside the checkpoints that tells apart runs that used the folder one after the other."""
 
 
 class Stateful(Protocol):
@@ -104,7 +108,7 @@ class Checkpoints:
         self._stateful = {OBJECTS + name: o for name, o in _checked(objects or {}).items()}
         if loader is not None:
             self._stateful[_LOADER] = loader
-        self._report = report or (lambda event: None)
+        self._report = report or self._warn
         self.folder = Folder(where, dict(options.storage) if options.storage else None)
         self._held = contextlib.ExitStack()
         self._take_folder()
@@ -122,6 +126,7 @@ class Checkpoints:
         )
         self._memory: MemoryTier | None = None  # made when it is first used
         self._restored_step: int | None = None
+        self._identity: str | None = None
         self._begun: dict[int, tuple[str, float]] = {}
         self._done: list[Outcome] = []
 
@@ -146,6 +151,7 @@ class Checkpoints:
         """
         started = time.perf_counter()
         self.engine.settle()
+        self._begin()
         step = self.engine.steps_done
         state = self._collect()
         self._saver.save(step, state, {**self._info(reason, metrics or {}), **(info or {})})
@@ -161,11 +167,13 @@ class Checkpoints:
         Every rank calls it. Raises ``CheckpointError``, on all of them, where there is no room.
         """
         self.engine.settle()
+        self._begin()
         if self._memory is None:
             self._memory = MemoryTier(
                 self.folder.where,
                 self._world.background_group("memory"),
                 after=self._restored_step,
+                identity=self._identity or "",
             )
         self._memory.snapshot(self.engine.steps_done, self._collect(), self._info("memory", {}))
 
@@ -252,14 +260,15 @@ class Checkpoints:
                 f"{self.folder.where} holds {old[-1]}, written by Paceline 0.1, which this version "
                 "cannot resume. `paceline checkpoint import` takes over its weights."
             )
-        self._restored_step = None if restored is None else restored.step
+        if restored is None:
+            self._identity = None
+        else:
+            self._restored_step = restored.step
         return restored
 
     def _rungs(self) -> list[Rung[Restored]]:
         """All there is to go on from; of what is of the same step, the fastest first."""
-        rungs: list[Rung[Restored]] = []
-        if self.options.memory_every is not None:
-            rungs += self._memory_rungs()
+        rungs = self._memory_rungs()
         for checkpoint in reversed(self.folder.checkpoints()):
             found = functools.partial(_itself, checkpoint)
             rungs.append(
@@ -268,10 +277,13 @@ class Checkpoints:
         return rungs
 
     def _memory_rungs(self) -> list[Rung[Restored]]:
-        held = snapshots_in_memory(self.folder.where, self._world.background_group("memory"))
-        if not held:
+        self._identity = self._from_main(self._read_identity)
+        held = snapshots_in_memory(
+            self.folder.where, self._world.background_group("memory"), identity=self._identity
+        )
+        if not held and self.options.memory_every is not None:
             self._tried(Tried(OWN_MEMORY, None, False, "there is no snapshot", 0.0))
-        rungs = []
+        rungs: list[Rung[Restored]] = []
         for one in held:
             own = functools.partial(self._attempt, functools.partial(one.open, copies=False))
             rungs.append(Rung(OWN_MEMORY, one.step, own))
@@ -283,9 +295,11 @@ class Checkpoints:
 
     def _tried(self, tried: Tried) -> None:
         self._report(RestoreTried(**dataclasses.asdict(tried)))
-        if not tried.ok and tried.step is not None and self._world.is_main:
-            message = f"{tried.rung}, step {tried.step}, is not used: {tried.detail}"
-            warnings.warn(message, stacklevel=4)
+
+    def _warn(self, event: Event) -> None:
+        """Where nobody wants the events, what is stepped over is at least warned of."""
+        if self._world.is_main and (told := trouble(event)) is not None:
+            warnings.warn(told, stacklevel=5)
 
     def _attempt(self, find: Callable[[], Checkpoint]) -> Restored:
         """Take over one checkpoint; raises CheckpointDamaged, on all ranks, if it is not whole."""
@@ -333,16 +347,39 @@ class Checkpoints:
 
     def _take_folder(self) -> None:
         """Keep other runs out, and remove what a killed one left half done."""
-        failure = None
+
+        def take() -> None:
+            self._held.enter_context(self.folder.lock("training"))
+            self.folder.clean()
+
+        self._from_main(take)
+
+    def _begin(self) -> None:
+        """Before the first save of a run that went on from nothing: nobody else's memory is its."""
+        if self._identity is None:
+            self._identity = self._from_main(self._new_identity)
+
+    def _new_identity(self) -> str:
+        made = secrets.token_hex(8)
+        self.folder.storage.replace(_IDENTITY, made.encode())
+        return made
+
+    def _read_identity(self) -> str:
+        storage = self.folder.storage
+        return "" if storage.size(_IDENTITY) is None else storage.read_bytes(_IDENTITY).decode()
+
+    def _from_main(self, action: Callable[[], T]) -> T:
+        """What ``action`` gives on rank 0, on every rank; where it fails, it fails on all."""
+        failure, result = None, None
         if self._world.is_main:
             try:
-                self._held.enter_context(self.folder.lock("training"))
-                self.folder.clean()
+                result = action()
             except CheckpointError as error:
                 failure = str(error)
-        failure = collectives.broadcast_object(failure)
+        failure, result = collectives.broadcast_object((failure, result))
         if failure is not None:
             raise CheckpointError(failure)
+        return cast(T, result)
 
 
 def load_weights(engine: Engine, where: str | os.PathLike[str]) -> str:

@@ -103,6 +103,8 @@ class Trainer:
         self.engine_options = engine
         # Where this rank writes events; fit(nproc=…) sets it where there is no run_dir.
         self.events_dir = self.run_dir
+        # Whether somebody else follows the events and shows them: a launcher, or fit(nproc=…).
+        self.events_are_shown = False
         self.epoch = 0
         self._engine: Engine | None = None
         self._stops: StopRequests | None = None
@@ -331,7 +333,8 @@ class Trainer:
 
             trackers.append(Progress())
         try:
-            return Reporter(self.events_dir, trackers, history, main=world.is_main)
+            warns = not (trackers or self.events_are_shown)
+            return Reporter(self.events_dir, trackers, history, main=world.is_main, warns=warns)
         except OSError as error:
             raise TrainingError(
                 f"cannot write events to {self.events_dir}: {error}. Choose another run_dir."
