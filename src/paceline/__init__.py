@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paceline.data import loader as loader
     from paceline.engine import Engine as Engine
     from paceline.engine import StepResult as StepResult
-    from paceline.engine import prepare as prepare
+    from paceline.engine.prepare import prepare as prepare
     from paceline.layout import Layout as Layout
     from paceline.parallel.pipeline import Pipelining as Pipelining
     from paceline.parallel.recompute import Recompute as Recompute

@@ -80,7 +80,7 @@ class StorageContract:
         assert storage.size("nowhere/x") is None
 
     def test_reading_what_is_not_there(self, storage: Storage) -> None:
-        with pytest.raises(StorageError, match="cannot read .*nowhere/x"):
+        with pytest.raises(StorageError, match=r"cannot read .*nowhere/x"):
             storage.open_read("nowhere/x")
 
     def test_a_failing_source_leaves_nothing(self, storage: Storage) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from paceline.checkpoint.hashing import hash_block
+from paceline.checkpoint.hashing import BlockHasher, hash_block
 from paceline.checkpoint.manifest import FileEntry
-from paceline.checkpoint.storage import ReadableFile, Storage
+from paceline.checkpoint.storage import ReadableFile, ScatteringFile, Storage
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
+
+Target = tuple[int, memoryview]
+"""Where in a file bytes begin, and the memory that they are to fill."""
+
+_MOST_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,7 @@ class BlockReader:
         """
         into = into.cast("B") if into.nbytes else memoryview(bytearray())
         block, end = self.entry.block, start + len(into)
-        if start < 0 or end > self.entry.size:
-            raise CheckpointError(
-                f"bytes {start} to {end} of {self.path}: it has {self.entry.size}."
-            )
+        self._check_range(start, end)
         at = start
         while at < end:
             whole = self._whole_blocks(at, end)
@@ -82,6 +86,61 @@ class BlockReader:
                 stop = min(end, first + block)
                 into[at - start : stop - start] = self._block(first)[at - first : stop - first]
                 at = stop
+
+    def scatter(self, targets: Sequence[Target]) -> None:
+        """Fill every target, as :meth:`read_into` would; they are given in the order of the file.
+
+        From local files each block is read once, straight to all places that its bytes belong to,
+        and checked there, by a few threads. What the targets hold counts only once this returned.
+        """
+        file = self._file
+        if not isinstance(file, ScatteringFile) or _overlapping(targets):
+            for start, into in targets:
+                self.read_into(start, into)
+            return
+        for start, into in targets:
+            self._check_range(start, start + len(into))
+        blocks = list(_by_block(targets, self.entry.block))
+        # The first and the last are kept: what is read before or after may be in them, too.
+        edges = blocks[:1], blocks[1:][-1:]
+        self._copy_out(edges[0])
+        with ThreadPoolExecutor(_threads(), thread_name_prefix="paceline-read") as pool:
+            for _ in pool.map(lambda wanted: self._scatter_block(file, wanted), blocks[1:-1]):
+                pass  # the first in the file that is damaged raises here
+        self._copy_out(edges[1])
+
+    def _copy_out(self, blocks: Sequence[list[Target]]) -> None:
+        for wanted in blocks:
+            for start, into in wanted:
+                self.read_into(start, into)
+
+    def _scatter_block(self, file: ScatteringFile, wanted: list[Target]) -> None:
+        """Read one block: what is ``wanted`` of it to its place, the rest to nowhere."""
+        at = first = wanted[0][0] // self.entry.block * self.entry.block
+        end = min(first + self.entry.block, self.entry.size)
+        places: list[memoryview] = []
+        for start, into in (*wanted, (end, memoryview(b""))):
+            if start > at:
+                places.append(memoryview(bytearray(start - at)))
+            places.append(into)
+            at = start + len(into)
+        found = file.read_scattered(first, places)
+        if found != end - first:
+            raise self._cut_short(first + found)
+        hasher = BlockHasher(self.entry.block)
+        for place in places:
+            hasher.update(place)
+        expected, [digest] = self.entry.hashes[first // self.entry.block], hasher.digests().hashes
+        if digest != expected:
+            raise CheckpointDamaged(
+                str(Damage(self.path, f"block at byte {first}", expected, digest))
+            )
+
+    def _check_range(self, start: int, end: int) -> None:
+        if start < 0 or end > self.entry.size:
+            raise CheckpointError(
+                f"bytes {start} to {end} of {self.path}: it has {self.entry.size}."
+            )
 
     def _whole_blocks(self, at: int, end: int) -> int:
         """How many bytes from ``at`` to ``end`` are whole blocks, to be read in one go."""
@@ -105,11 +164,44 @@ class BlockReader:
     def _fetch(self, first: int, into: memoryview) -> None:
         found = self._file.read_into(first, into)
         if found != len(into):
-            raise CheckpointDamaged(
-                f"{self.path} is damaged: expected {self.entry.size} bytes, found {first + found}."
-            )
+            raise self._cut_short(first + found)
         for damage in _wrong_blocks(self.path, self.entry, first, into):
             raise CheckpointDamaged(str(damage))
+
+    def _cut_short(self, found: int) -> CheckpointDamaged:
+        return CheckpointDamaged(
+            f"{self.path} is damaged: expected {self.entry.size} bytes, found {found}."
+        )
+
+
+def _threads() -> int:
+    """How many threads read: the ranks of a machine share its cores."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    cores = (os.cpu_count() or 1) // (int(ranks) if ranks.isdigit() else 1)
+    return max(1, min(cores, _MOST_THREADS))
+
+
+def _overlapping(targets: Sequence[Target]) -> bool:
+    """Whether any begins before the one before it ends."""
+    ends = [start + len(into) for start, into in targets]
+    return any(start < end for (start, _), end in zip(targets[1:], ends[:-1], strict=True))
+
+
+def _by_block(targets: Sequence[Target], block: int) -> Iterator[list[Target]]:
+    """The targets cut where blocks end: one list for each block that is wanted."""
+    wanted: list[Target] = []
+    for start, into in targets:
+        at = 0
+        while at < len(into):
+            place = start + at
+            piece = into[at : at + block - place % block]
+            if wanted and wanted[0][0] // block != place // block:
+                yield wanted
+                wanted = []
+            wanted.append((place, piece))
+            at += len(piece)
+    if wanted:
+        yield wanted
 
 
 def file_damages(

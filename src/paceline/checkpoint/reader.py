@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from paceline.checkpoint import boxes
-from paceline.checkpoint.blocks import BlockReader
+from paceline.checkpoint.blocks import BlockReader, Target
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.manifest import BLOCK, Stored
@@ -86,8 +86,16 @@ class PartsReader(StorageReader):
         in_order = sorted(wanted, key=lambda stored: (stored.file, stored.start))
         for file, group in itertools.groupby(in_order, key=lambda stored: stored.file):
             with self._checkpoint.reader(file) as reader:
+                straight: list[Target] = []
                 for stored in group:
+                    targets = _straight(stored, wanted[stored])
+                    if targets is not None:
+                        straight += targets
+                        continue
+                    reader.scatter(straight)
+                    straight = []
                     self._fill(reader, stored, wanted[stored])
+                reader.scatter(straight)
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -98,13 +106,10 @@ class PartsReader(StorageReader):
         return self._checkpoint.manifest.tensors[index.fqn].stored[index.index]
 
     def _fill(self, reader: BlockReader, stored: Stored, wanted: list[_Wanted]) -> None:
-        """Read what is wanted of one thing stored."""
+        """Read what is wanted of one thing stored, a part of it at a time, and copy it."""
         itemsize = wanted[0].into.element_size()
-        whole = boxes.whole(stored.box.shape)
         strides = _strides(stored.box.shape)
-        direct = len(wanted) == 1 and _is_direct(whole, wanted[0])
-        limit = whole.size if direct else max(_WINDOW // itemsize, 1)
-        for window in _windows(stored.box.shape, limit):
+        for window in _windows(stored.box.shape, max(_WINDOW // itemsize, 1)):
             met = _met(window, wanted)
             if not met:
                 continue
@@ -131,6 +136,20 @@ class PartsReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Not to be chosen by a path: it is made for one checkpoint."""
         return False
+
+
+def _straight(stored: Stored, wanted: Sequence[_Wanted]) -> list[Target] | None:
+    """Where the bytes of one thing stored go; ``None`` where they cannot go there straight."""
+    whole = boxes.whole(stored.box.shape)
+    if not all(_is_direct(whole, one) for one in wanted):
+        return None
+    strides = _strides(stored.box.shape)
+    targets = []
+    for one in wanted:
+        first = _position(one.box.offset, strides)
+        start = stored.start + first * one.into.element_size()
+        targets.append((start, memory_of(flat(one.into))))
+    return sorted(targets, key=lambda target: target[0])
 
 
 def _is_direct(outer: Box, one: _Wanted) -> bool:

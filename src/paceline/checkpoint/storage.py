@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.explaining import explained as explained
 from paceline.errors import CheckpointError, StorageError
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
@@ -25,17 +26,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(:|//)")
 _BUFFER = 1024 * 1024
-_ADVICE = {
-    errno.ENOSPC: "Free some space or choose another folder, then resume.",
-    errno.EDQUOT: "Free some of your quota or choose another folder, then resume.",
-    errno.EROFS: "Make the file system writable or choose another folder.",
-    errno.EACCES: "Give this user the right to it or choose another folder.",
-    errno.EPERM: "Give this user the right to it or choose another folder.",
-    errno.ENOENT: "Something removed it meanwhile: is the disk still mounted?",
-    errno.ENOTDIR: "A part of this path is a file: move it away or choose another folder.",
-    errno.ESTALE: "The file system went away: mount it again, then resume.",
-    errno.EIO: "The disk or the network behind it fails: look at the system's log.",
-}
+_MOST_VIEWS = os.sysconf("SC_IOV_MAX")
 
 
 class ReadableFile(ABC):
@@ -56,6 +47,14 @@ class ReadableFile(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class ScatteringFile(ReadableFile):
+    """One that several threads may read at once, each straight to where its bytes belong."""
+
+    @abstractmethod
+    def read_scattered(self, offset: int, into: Sequence[memoryview]) -> int:
+        """Fill one after the other with the bytes from ``offset`` on; how many there were."""
 
 
 class Storage(ABC):
@@ -207,7 +206,7 @@ class LocalStorage(Storage):
         return explained(verb, self.full(path))
 
 
-class _LocalFile(ReadableFile):
+class _LocalFile(ScatteringFile):
     def __init__(self, storage: LocalStorage, path: str) -> None:
         self.path = storage.full(path)
         self._handle = -1
@@ -215,15 +214,11 @@ class _LocalFile(ReadableFile):
         self.size = os.fstat(self._handle).st_size
 
     def read_into(self, offset: int, into: memoryview) -> int:
-        done = 0
+        return self.read_scattered(offset, [into])
+
+    def read_scattered(self, offset: int, into: Sequence[memoryview]) -> int:
         with explained("read", self.path):
-            while done < len(into):
-                # The kernel gives at most 2 GiB at a time, and may stop short anywhere.
-                got = os.preadv(self._handle, [into[done:]], offset + done)
-                if got == 0:
-                    break
-                done += got
-        return done
+            return read_handle(self._handle, offset, into)
 
     def close(self) -> None:
         if self._handle >= 0:
@@ -232,6 +227,28 @@ class _LocalFile(ReadableFile):
 
     def __del__(self) -> None:
         self.close()
+
+
+def read_handle(handle: int, offset: int, into: Sequence[memoryview]) -> int:
+    """Fill one after the other from an open file; how many bytes there were before its end."""
+    left, done = [view for view in into if len(view)], 0
+    while left:
+        # The kernel takes so many places, gives at most 2 GiB, and may stop short anywhere.
+        got = os.preadv(handle, left[:_MOST_VIEWS], offset + done)
+        if got == 0:
+            break
+        done += got
+        left = _beyond(got, left)
+    return done
+
+
+def _beyond(count: int, views: Sequence[memoryview]) -> list[memoryview]:
+    """What is left of ``views`` after their first ``count`` bytes."""
+    for number, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[number + 1 :]]
+        count -= len(view)
+    return []
 
 
 def open_storage(where: str | os.PathLike[str], options: dict[str, Any] | None = None) -> Storage:
@@ -252,30 +269,6 @@ def open_storage(where: str | os.PathLike[str], options: dict[str, Any] | None =
             "Leave them out, or give a URL such as s3://bucket/folder."
         )
     return LocalStorage(text)
-
-
-@contextmanager
-def explained(verb: str, path: str) -> Iterator[None]:
-    """What the system refuses inside becomes a :class:`StorageError`."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(verb, path, error) from error
-
-
-def storage_error(verb: str, path: str, error: OSError) -> StorageError:
-    """The error for "cannot ``verb`` ``path``" because of ``error``."""
-    cause = os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
-    if error.errno == errno.EEXIST:
-        advice = "It is there already: another process works on this folder?"
-    else:
-        advice = _ADVICE.get(error.errno or 0, "Put this right or choose another folder.")
-    writing = verb in ("write", "make the folder")
-    untouched = "Earlier checkpoints are untouched. " if writing else ""
-    return StorageError(
-        f"cannot {verb} {path}: {cause}. {untouched}{advice}",
-        unreadable=verb == "read" and error.errno in (errno.EIO, errno.EBADMSG, errno.ENODATA),
-    )
 
 
 @contextmanager

@@ -278,11 +278,19 @@ class Checkpoints:
 
     def _memory_rungs(self) -> list[Rung[Restored]]:
         self._identity = self._from_main(self._read_identity)
-        held = snapshots_in_memory(
-            self.folder.where, self._world.background_group("memory"), identity=self._identity
-        )
-        if not held and self.options.memory_every is not None:
-            self._tried(Tried(OWN_MEMORY, None, False, "there is no snapshot", 0.0))
+        problems: list[str] = []
+        try:
+            held = snapshots_in_memory(
+                self.folder.where,
+                self._world.background_group("memory"),
+                identity=self._identity,
+                on_problem=problems.append,
+            )
+        except CheckpointError as error:  # no shared memory here, on any rank alike
+            held, problems = [], [str(error)]
+        if self.options.memory_every is not None:
+            for problem in problems or ([] if held else ["there is no snapshot"]):
+                self._tried(Tried(OWN_MEMORY, None, False, problem, 0.0))
         rungs: list[Rung[Restored]] = []
         for one in held:
             own = functools.partial(self._attempt, functools.partial(one.open, copies=False))
