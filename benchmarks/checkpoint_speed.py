@@ -7,7 +7,7 @@ without hashing. (c) Loading with verification beside reading the same files int
 page cache and, where it may be emptied, from the disk. (d) With --cuda: how long a training step of
 a 1.3B GPT stands still.
 
-    python benchmarks/checkpoint_speed.py [--gigabytes 1] [--repeats 5] [--root FOLDER]
+    python benchmarks/checkpoint_speed.py [--gigabytes 1] [--repeats 4] [--root FOLDER]
     python benchmarks/checkpoint_speed.py --cuda [--layers 24] [--width 2048]
 """
 
@@ -118,7 +118,7 @@ TELL = {"stalls": tell_stalls, "writes": tell_writes, "loads": tell_loads}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--worlds", default="1,2", help="numbers of ranks")
     parser.add_argument("--parts", default="stalls,writes,loads")
     parser.add_argument("--root", help="a folder on the disk to be measured")

@@ -146,6 +146,8 @@ def _fork(
         output = os.open(log, os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ |= {name: str(value) for name, value in place.items()}  # as a launcher does
 
         def say(**fields: Any) -> None:
             os.write(theirs, json.dumps(fields).encode() + b"\n")

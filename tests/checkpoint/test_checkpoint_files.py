@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import pickle
 import random
@@ -21,11 +22,12 @@ from hypothesis import strategies as st
 from plain_checkpoints import put_checkpoint, put_file, put_manifest
 from torch import Tensor
 
+from paceline.checkpoint.blocks import BlockReader
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of, name_of, step_of
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.errors import CheckpointError, StorageError
+from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 # Those without values of their own: quantised ones need a scale, and sub-byte ones have no memory.
@@ -205,22 +207,76 @@ def test_names_of_steps() -> None:
         assert step_of(other) is None
 
 
+def one_file(where: str | Path, content: bytes, block: int) -> BlockReader:
+    folder = Folder(where)
+    folder.storage.make_folder(name_of(1))
+    entry = put_file(folder.storage, f"{name_of(1)}/f", [content], block)
+    put_manifest(folder, 1, Manifest(1, {}, {"f": entry}))
+    return folder.get(1).reader("f")
+
+
 class TestBlockReader:
     @settings(max_examples=40, deadline=None)
     @given(st.data())
     def test_any_range(self, data: st.DataObject) -> None:
         block = data.draw(st.integers(1, 40))
         content = bytes(range(256))[: data.draw(st.integers(0, 200))]
-        with tempfile.TemporaryDirectory() as place:
-            folder = Folder(place)
-            folder.storage.make_folder(name_of(1))
-            entry = put_file(folder.storage, f"{name_of(1)}/f", [content], block)
-            put_manifest(folder, 1, Manifest(1, {}, {"f": entry}))
-            with folder.get(1).reader("f") as reader:
-                for _ in range(8):
-                    start = data.draw(st.integers(0, len(content)))
-                    end = data.draw(st.integers(start, len(content)))
-                    assert reader.read(start, end - start) == content[start:end]
+        with tempfile.TemporaryDirectory() as place, one_file(place, content, block) as reader:
+            for _ in range(8):
+                start = data.draw(st.integers(0, len(content)))
+                end = data.draw(st.integers(start, len(content)))
+                assert reader.read(start, end - start) == content[start:end]
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_any_ranges_at_once(self, data: st.DataObject) -> None:
+        block = data.draw(st.integers(1, 40))
+        content = bytes(range(256))[: data.draw(st.integers(0, 256))]
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=30)))
+        wanted = [(a, b) for a, b in itertools.pairwise(cuts) if data.draw(st.booleans())]
+        if wanted and data.draw(st.integers(0, 9)) == 0:
+            wanted.append(wanted[-1])  # two want the same
+        with tempfile.TemporaryDirectory() as place, one_file(place, content, block) as reader:
+            for _ in range(2):
+                targets = [(a, memoryview(bytearray(b - a))) for a, b in wanted]
+                reader.scatter(targets)
+                assert [bytes(into) for _, into in targets] == [content[a:b] for a, b in wanted]
+                reader.read(0, len(content) // 2)  # the two may be mixed
+
+    def test_damage_is_found_in_every_block_that_is_wanted(self, tmp_path: Path) -> None:
+        content = bytes(range(200))
+        wanted = [(3, 50), (50, 61), (100, 110), (130, 190)]
+        read = {at for a, b in wanted for at in range(a // 16 * 16, -(-b // 16) * 16)}
+        for at in range(200):
+            with one_file(tmp_path / str(at), content, 16) as reader:
+                flip(Path(reader.path), at)
+                targets = [(a, memoryview(bytearray(b - a))) for a, b in wanted]
+                if at in read:
+                    said = f"damaged: block at byte {at // 16 * 16}: expected .*, found"
+                    with pytest.raises(CheckpointDamaged, match=said):
+                        reader.scatter(targets)
+                else:
+                    reader.scatter(targets)
+
+    def test_more_places_than_the_system_takes_at_once(self, tmp_path: Path) -> None:
+        content = bytes(range(250)) * 60
+        with one_file(tmp_path, content, 5000) as reader:
+            targets = [(at, memoryview(bytearray(1))) for at in range(0, len(content), 2)]
+            reader.scatter(targets)
+        assert b"".join(bytes(into) for _, into in targets) == content[::2]
+
+    def test_a_file_cut_while_many_ranges_are_read(self, tmp_path: Path) -> None:
+        with one_file(tmp_path, bytes(200), 16) as reader:
+            os.truncate(reader.path, 70)
+            with pytest.raises(CheckpointDamaged, match=r"damaged: expected 200 bytes, found 70"):
+                reader.scatter([(20, memoryview(bytearray(170)))])
+
+    def test_ranges_beyond_the_end(self, tmp_path: Path) -> None:
+        with (
+            one_file(tmp_path, bytes(200), 16) as reader,
+            pytest.raises(CheckpointError, match="it has 200"),
+        ):
+            reader.scatter([(0, memoryview(bytearray(30))), (190, memoryview(bytearray(11)))])
 
     def test_a_range_beyond_the_end(self, folder: Folder) -> None:
         checkpoint = put_checkpoint(folder, 1, {"x": torch.ones(2)}, ranks=1)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import random
 import re
 import signal
 import subprocess
@@ -15,9 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint.state_cases import part_of
+from checkpoint.state_cases import (
+    load_simulated,
+    memory,
+    part_of,
+    random_tensor,
+    same_bits,
+    save_simulated,
+    spread,
+)
+from paceline.checkpoint import writer
 from paceline.checkpoint.boxes import Box, whole
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.hashing import BlockHasher
 from paceline.checkpoint.manifest import BLOCK
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
 from paceline.checkpoint.save import load, save
@@ -118,21 +131,72 @@ def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     state = RankState({name: whole_part(tensor) for name, tensor in tensors.items()})
     checkpoint = save(Folder(tmp_path), 1, state, info={}, group=None)
     assert checkpoint.manifest.size > 4 * BLOCK
-    reads: list[tuple[int, int]] = []
+    reads = count_reads(monkeypatch)
+    parts = {name: whole_part(torch.zeros(600_001)) for name in reversed(tensors)}
+    load(checkpoint, parts, None)
+    assert sum(reads.values()) == checkpoint.manifest.size
+    for name, tensor in tensors.items():
+        assert_same(parts[name].pieces[0].tensor, tensor)
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """How many bytes are read from each place in a file, which may be read from only once."""
+    reads: dict[int, int] = {}
     preadv = os.preadv
 
     def counted(handle: int, buffers: list[memoryview], offset: int) -> int:
-        reads.append((offset, len(buffers[0])))
-        return preadv(handle, buffers, offset)
+        assert offset not in reads
+        reads[offset] = preadv(handle, buffers, offset)
+        return reads[offset]
 
     monkeypatch.setattr(os, "preadv", counted)
-    parts = {name: whole_part(torch.zeros(600_001)) for name in reversed(tensors)}
-    load(checkpoint, parts, None)
-    offsets = [offset for offset, _ in reads]
-    assert offsets == sorted(set(offsets))
-    assert sum(length for _, length in reads) == checkpoint.manifest.size
+    return reads
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(writer, "BlockHasher", functools.partial(BlockHasher, size))
+
+
+def test_each_block_is_read_once_whichever_parts_must_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch, 256)
+    tensors = {f"t{i}": torch.randn(10 * i + 1, 3) for i in range(20)}
+    state = RankState({name: whole_part(tensor) for name, tensor in tensors.items()})
+    checkpoint = save(Folder(tmp_path), 1, state, info={}, group=None)
+    assert len(checkpoint.manifest.files) == 1
+    reads = count_reads(monkeypatch)
+    into = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
+    for i in range(0, 20, 3):  # bytes cannot go there straight
+        into[f"t{i}"] = torch.zeros(3, 10 * i + 1).t()
+    load(checkpoint, {name: whole_part(tensor) for name, tensor in into.items()}, None)
+    assert sum(reads.values()) == checkpoint.manifest.size
     for name, tensor in tensors.items():
-        assert_same(parts[name].pieces[0].tensor, tensor)
+        assert_same(into[name].contiguous(), tensor)
+
+
+@pytest.mark.parametrize("block", [16, 100, 1024])
+@pytest.mark.parametrize("seed", range(8))
+def test_any_cut_loads_into_any_other_from_many_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, seed: int
+) -> None:
+    small_blocks(monkeypatch, block)
+    draw = random.Random(seed)
+    tensors = {f"t{i}": random_tensor(draw) for i in range(20)}
+    checkpoint = save_simulated(Folder(tmp_path), 3, spread(tensors, 3, draw))
+    for state in spread(tensors, 2, draw):
+        wanted = {
+            name: Part(
+                part.shape,
+                part.dtype,
+                tuple(Piece(p.box, memory(p.box.shape, part.dtype, draw)) for p in part.pieces),
+            )
+            for name, part in state.tensors.items()
+        }
+        load_simulated(checkpoint, wanted)
+        for name, part in wanted.items():
+            for piece in part.pieces:
+                assert same_bits(piece.tensor, tensors[name][piece.box.slices()])
 
 
 def test_a_step_saved_again_replaces_the_earlier_one(tmp_path: Path) -> None:
@@ -177,6 +241,43 @@ def test_what_does_not_read_back_is_not_committed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not read back as it was written: .*block at"):
         save(faulty(str(tmp_path), flip), 4, state, info={}, group=None)
     assert not Folder(tmp_path).checkpoints()
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_run_that_lost_its_lock_commits_nothing(
+    tmp_path: Path, memory_url: str, kind: str, when: str
+) -> None:
+    folder = Folder(str(tmp_path) if kind == "local" else memory_url)
+    state = rank_state(whole((12, 5)), 0)
+    with folder.lock("this run"):
+        save(folder, 1, state, info={}, group=None)
+        storage, create = folder.storage, folder.storage.create
+
+        def take_over() -> None:
+            storage.delete(".lock")  # as a person does who takes this run for dead
+            other = Folder(storage.where)
+            lock = other.lock("the other run")
+            other.storage.make_folder("step-000000002")
+            other.storage.create("step-000000002/rank-00000-01234567.bin", [memoryview(b"theirs")])
+            stack.callback(lock.release)
+
+        def then_take_over(path: str, chunks: Iterable[memoryview]) -> None:
+            create(path, chunks)
+            take_over()
+
+        with contextlib.ExitStack() as stack:
+            if when == "before":
+                take_over()
+            else:
+                storage.create = then_take_over  # type: ignore[method-assign]
+            said = r"failed: .*lock.*Nothing more is written there"
+            with pytest.raises(CheckpointError, match=said):
+                save(folder, 2, state, info={}, group=None)
+            # The first one is as good as ever, and what the other run writes is left alone.
+            assert [checkpoint.step for checkpoint in folder.checkpoints()] == [1]
+            assert not folder.get(1).damages()
+            assert storage.names("step-000000002") == ["rank-00000-01234567.bin"]
 
 
 @pytest.mark.parametrize("info", [{"a": {1}}, {"b": Path()}])

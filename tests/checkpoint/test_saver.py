@@ -3,17 +3,21 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.checkpoint import own_share
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
@@ -221,6 +225,69 @@ def test_all_ranks_are_told_the_same(ranks: Any, tmp_path: Path) -> None:
     assert found[-1].read_tensor("w").tolist() == [[6.0] * 3] * 2
 
 
+def _save_what_all_hold(where: str) -> list[Any]:
+    group = dist.new_group(backend="gloo")
+    rank = dist.get_rank()
+    planned = []
+    plan = own_share.plan_share
+
+    def counted(*given: Any) -> Any:
+        planned.append(step)
+        return plan(*given)
+
+    tensors = {f"w{i}": torch.full((1000,), float(i)) for i in range(10)}
+    saver = Saver(Folder(where), group, None)
+    sizes = []
+    with mock.patch.object(own_share, "plan_share", counted):
+        for step in range(6):
+            for tensor in tensors.values():
+                tensor += 1
+            if step == 2 and rank == 1:  # only one rank has something new
+                tensors["own"] = torch.full((500,), 7.0)
+            if step == 4:
+                tensors["w3"] = torch.full((3, 1000), 3.0)
+            state = RankState({name: whole_part(tensor) for name, tensor in tensors.items()})
+            state.objects[f"random/{rank}"] = [step] * step
+            if step == 5:
+                state.tensors["w1"] = Part((1000,), torch.float32, ())  # on no rank
+            saver.save(step, state, {})
+            sizes.append(sum(p.tensor.nbytes for p in pieces_in(saver._snapshot._copies)))
+            outcomes = saver.wait()
+            if step < 5:
+                assert [outcome.error for outcome in outcomes] == [None]
+    saver.close()
+    return [planned, sizes, outcomes[0].error]
+
+
+def pieces_in(parts: dict[str, Part]) -> list[Piece]:
+    return [piece for part in parts.values() for piece in part.pieces]
+
+
+@pytest.mark.world(2)
+def test_what_all_ranks_hold_is_copied_by_the_one_that_writes_it(
+    ranks: Any, tmp_path: Path
+) -> None:
+    first, second = ranks(_save_what_all_hold, str(tmp_path))
+    assert first[0] == second[0] == [0, 2, 4, 5]  # planned anew when any rank's state is another
+    for step in (0, 1):
+        assert first[1][step] == second[1][step] == 5 * 4000
+    assert first[1][2] + second[1][2] == 10 * 4000 + 2000
+    assert first[1][4] + second[1][4] == 12 * 4000 + 2000
+    assert re.search("'w1' of shape .* 0 of its 1000 elements", first[2])
+    folder = Folder(tmp_path)
+    for step in range(5):
+        checkpoint = folder.get(step)
+        assert not checkpoint.damages()
+        for i in range(10):
+            found = checkpoint.read_tensor(f"w{i}")
+            changed = step == 4 and i == 3
+            assert torch.equal(found, torch.full_like(found, 3.0 if changed else i + step + 1))
+        if step >= 2:
+            found = checkpoint.read_tensor("own")
+            assert torch.equal(found, torch.full((500,), 7.0 + step - 2))
+        assert checkpoint.read_object("random/1") == [step] * step
+
+
 def die(path: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -247,3 +314,63 @@ def test_a_rank_that_dies_is_an_outcome_for_the_others(ranks: Any, tmp_path: Pat
     assert "another rank did not answer" in (tmp_path / "said").read_text()
     (left,) = Folder(tmp_path).checkpoints()
     assert not left.damages()
+
+
+# A process that ends without close()
+
+_ENDS = """
+import datetime, os, signal, sys, time
+import torch
+import torch.distributed as dist
+from paceline.checkpoint import saver as savers
+from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.part import RankState, whole_part
+
+where, rank = sys.argv[1], int(sys.argv[2])
+group = None
+if rank >= 0:
+    savers._AT_EXIT_S = 0.5
+    dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=2)
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=60))
+folder = Folder(f"{where}/run")
+create = folder.storage.create
+folder.storage.create = lambda path, chunks: (time.sleep(0.5), create(path, chunks))
+saver = savers.Saver(folder, group, None)
+if rank == 1:
+    saver._snapshot.take = lambda state: os.kill(os.getpid(), signal.SIGSTOP)
+tensors = {f"w{i}": torch.full((500_000,), float(i)) for i in range(6)}
+saver.save(1, RankState({name: whole_part(tensor) for name, tensor in tensors.items()}), {})
+print(time.monotonic(), flush=True)
+"""
+
+
+def _ending(where: Path, rank: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _ENDS, str(where), str(rank)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_the_save_in_flight_is_finished_when_python_ends(tmp_path: Path) -> None:
+    process = _ending(tmp_path, -1)
+    process.communicate()
+    assert process.returncode == 0
+    (checkpoint,) = Folder(tmp_path / "run").checkpoints()
+    assert not checkpoint.damages()
+    assert checkpoint.read_tensor("w5")[-1] == 5.0
+
+
+def test_ranks_that_do_not_answer_do_not_keep_python_from_ending(tmp_path: Path) -> None:
+    hanging = _ending(tmp_path, 1)
+    try:
+        process = _ending(tmp_path, 0)
+        said, _ = process.communicate(timeout=50)
+        took = time.monotonic() - float(said)
+    finally:
+        hanging.kill()
+        hanging.communicate()
+    assert process.returncode == 0
+    assert 0.5 < took < 10
+    assert not Folder(tmp_path / "run").checkpoints()

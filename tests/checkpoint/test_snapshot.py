@@ -76,6 +76,33 @@ def test_one_buffer_serves_all_and_grows_when_it_must() -> None:
     assert snapshot.size == 0
 
 
+def test_a_state_that_changed_its_shape_is_laid_out_anew() -> None:
+    snapshot = Snapshot()
+    first, second = torch.ones(6), torch.full((2, 3), 2.0)
+    for _ in range(2):
+        first += 1
+        second += 1
+        for tensors in ({"a": first}, {"a": second}, {"a": second, "b": first}, {"b": first[:4]}):
+            state = RankState({name: whole_part(tensor) for name, tensor in tensors.items()})
+            taken = snapshot.take(state)
+            assert list(taken.tensors) == list(tensors)
+            for name, tensor in tensors.items():
+                assert same_bits(taken.tensors[name].pieces[0].tensor, tensor)
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(4, dtype=torch.int32), torch.zeros(4).to_sparse(), torch.zeros(5)]
+)
+def test_a_piece_that_is_not_what_it_says_is_refused_later_on_too(bad: torch.Tensor) -> None:
+    snapshot = Snapshot()
+    for tensor in (torch.ones(4), torch.ones(4)):
+        snapshot.take(RankState({"w": whole_part(tensor)}))
+    with pytest.raises(CheckpointError, match="tensor 'w'"):
+        snapshot.take(RankState({"w": Part((4,), torch.float32, (Piece(whole((4,)), bad),))}))
+    taken = snapshot.take(RankState({"w": whole_part(torch.full((4,), 3.0))}))
+    assert same_bits(taken.tensors["w"].pieces[0].tensor, torch.full((4,), 3.0))
+
+
 def test_a_buffer_is_let_go_of_before_a_larger_one_is_made() -> None:
     snapshot = Snapshot()
     snapshot.reserve(RankState({"w": whole_part(torch.ones(1000))}))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from storage_contract import MIB, StorageContract, views
 
-from paceline.checkpoint.storage import LocalStorage, Storage, open_storage
+from paceline.checkpoint.storage import LocalStorage, ScatteringFile, Storage, open_storage
 from paceline.errors import CheckpointError, MissingExtra, StorageError
 
 
@@ -160,6 +160,33 @@ class TestLocalFaults:
         real = os.preadv
         monkeypatch.setattr(os, "preadv", lambda fd, to, at: real(fd, [to[0][:3]], at))
         assert storage.read_bytes("x") == b"0123456789"
+
+    def test_scattered_reads_that_stop_short_go_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage = LocalStorage(tmp_path)
+        content = bytes(range(40))
+        storage.create("x", views(content))
+        real = os.preadv
+        for most in (1, 3, 7, 100):
+
+            def short(handle: int, into: list[memoryview], at: int, most: int = most) -> int:
+                room = bytearray(min(most, sum(map(len, into))))
+                got = found = real(handle, [room], at)
+                for view in into:
+                    count = min(len(view), found)
+                    view[:count] = room[got - found : got - found + count]
+                    found -= count
+                return got
+
+            monkeypatch.setattr(os, "preadv", short)
+            places = [memoryview(bytearray(size)) for size in (0, 5, 1, 0, 12, 3)]
+            with storage.open_read("x") as file:
+                assert isinstance(file, ScatteringFile)
+                assert file.read_scattered(2, places) == 21
+                assert b"".join(places) == content[2:23]
+                assert file.read_scattered(30, places) == 10  # the file ends before
+                assert b"".join(places)[:10] == content[30:]
 
     def test_it_is_on_the_disk_when_it_says_so(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,9 +19,9 @@ SAMPLES = 13  # shares of it are uneven on any number of ranks
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}  # float64 sums taken in another order, after Adam
 
 
-def make_gpt() -> nn.Module:
+def make_gpt(layers: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    return GPT(vocab_size=33, context=8, layers=4, heads=4, width=16)
+    return GPT(vocab_size=33, context=8, layers=layers, heads=4, width=16)
 
 
 def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -35,8 +35,8 @@ def own_share(batch: Any, layout: Layout) -> Any:
     return tuple(part[start:stop] for part in batch)
 
 
-def make_engine(layout: str, **options: Any) -> paceline.Engine:
-    model = make_gpt()
+def make_engine(layout: str, layers: int = 4, **options: Any) -> paceline.Engine:
+    model = make_gpt(layers)
     return paceline.Engine(
         model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ Target = tuple[int, memoryview]
 """Where in a file bytes begin, and the memory that they are to fill."""
 
 _MOST_THREADS = 4
+_BATCH = 8  # blocks that a thread is given at a time: handing them over takes time, too
 
 
 @dataclass(frozen=True)
@@ -100,19 +102,24 @@ class BlockReader:
             return
         for start, into in targets:
             self._check_range(start, start + len(into))
-        blocks = list(_by_block(targets, self.entry.block))
         # The first and the last are kept: what is read before or after may be in them, too.
-        edges = blocks[:1], blocks[1:][-1:]
-        self._copy_out(edges[0])
+        blocks = list(_by_block(targets, self.entry.block))
+        first, between, last = blocks[:1], blocks[1:-1], blocks[1:][-1:]
+        self._copy_out(first)
+        batches = [between[at : at + _BATCH] for at in range(0, len(between), _BATCH)]
         with ThreadPoolExecutor(_threads(), thread_name_prefix="paceline-read") as pool:
-            for _ in pool.map(lambda wanted: self._scatter_block(file, wanted), blocks[1:-1]):
+            for _ in pool.map(functools.partial(self._scatter_blocks, file), batches):
                 pass  # the first in the file that is damaged raises here
-        self._copy_out(edges[1])
+        self._copy_out(last)
 
     def _copy_out(self, blocks: Sequence[list[Target]]) -> None:
         for wanted in blocks:
             for start, into in wanted:
                 self.read_into(start, into)
+
+    def _scatter_blocks(self, file: ScatteringFile, blocks: Sequence[list[Target]]) -> None:
+        for wanted in blocks:
+            self._scatter_block(file, wanted)
 
     def _scatter_block(self, file: ScatteringFile, wanted: list[Target]) -> None:
         """Read one block: what is ``wanted`` of it to its place, the rest to nowhere."""

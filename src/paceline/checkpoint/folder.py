@@ -89,6 +89,11 @@ class Folder:
         self._lock = take(self.storage, owner, beat_s)
         return self._lock
 
+    def check_lock(self) -> None:
+        """Raise ``CheckpointError`` if this run took the lock and does not hold it any more."""
+        if self._lock is not None:
+            self._lock.check()
+
     def remove(self, checkpoint: Checkpoint) -> None:
         """Delete a checkpoint: its manifest first, so that half of one never looks whole."""
         self._known.pop(checkpoint.step, None)

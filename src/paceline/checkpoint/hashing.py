@@ -55,8 +55,13 @@ def hashed(chunks: Iterable[memoryview], hasher: BlockHasher) -> Iterator[memory
                 if len(piece) < _WORTH_A_THREAD:
                     hasher.update(piece)
                     yield piece
-                else:
+                    continue
+                try:
                     done = pool.submit(hasher.update, piece)
+                except RuntimeError:  # Python shuts down and begins nothing new
+                    hasher.update(piece)
+                    yield piece
+                else:
                     yield piece
                     done.result()
 

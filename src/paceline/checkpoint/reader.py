@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,19 +86,27 @@ class PartsReader(StorageReader):
         in_order = sorted(wanted, key=lambda stored: (stored.file, stored.start))
         for file, group in itertools.groupby(in_order, key=lambda stored: stored.file):
             with self._checkpoint.reader(file) as reader:
-                straight: list[Target] = []
-                for stored in group:
-                    targets = _straight(stored, wanted[stored])
-                    if targets is not None:
-                        straight += targets
-                        continue
-                    reader.scatter(straight)
-                    straight = []
-                    self._fill(reader, stored, wanted[stored])
-                reader.scatter(straight)
+                self._read_file(reader, list(group), wanted)
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def _read_file(
+        self,
+        reader: BlockReader,
+        in_order: Sequence[Stored],
+        wanted: Mapping[Stored, list[_Wanted]],
+    ) -> None:
+        straight: list[Target] = []
+        for stored in in_order:
+            targets = _straight(stored, wanted[stored])
+            if targets is not None:
+                straight += targets
+                continue
+            reader.scatter(straight)  # first: a file is read from its beginning to its end
+            straight = []
+            self._fill(reader, stored, wanted[stored])
+        reader.scatter(straight)
 
     def _stored(self, item: ReadItem) -> Stored:
         index = item.storage_index
@@ -140,16 +148,16 @@ class PartsReader(StorageReader):
 
 def _straight(stored: Stored, wanted: Sequence[_Wanted]) -> list[Target] | None:
     """Where the bytes of one thing stored go; ``None`` where they cannot go there straight."""
-    whole = boxes.whole(stored.box.shape)
-    if not all(_is_direct(whole, one) for one in wanted):
-        return None
-    strides = _strides(stored.box.shape)
-    targets = []
+    targets: list[Target] = []
     for one in wanted:
-        first = _position(one.box.offset, strides)
+        if not _is_direct(stored.box, one):
+            return None
+        first = _position(one.box.offset, _strides(stored.box.shape)) if any(one.box.offset) else 0
         start = stored.start + first * one.into.element_size()
         targets.append((start, memory_of(flat(one.into))))
-    return sorted(targets, key=lambda target: target[0])
+    if len(targets) > 1:
+        targets.sort(key=lambda target: target[0])
+    return targets
 
 
 def _is_direct(outer: Box, one: _Wanted) -> bool:

@@ -40,6 +40,7 @@ class RemoteLock(FolderLock):
         self._process = os.getpid()
         self._lost: str | None = None
         self._ended = threading.Event()
+        self._turn = threading.Lock()
         if not storage.put_new(NAME, self._text()):
             self._outwait()
             storage.replace(NAME, self._text())
@@ -50,7 +51,10 @@ class RemoteLock(FolderLock):
         self._thread.start()
 
     def check(self) -> None:
-        """See :meth:`FolderLock.check`."""
+        """See :meth:`FolderLock.check`. Looks anew: this process may have slept for long."""
+        if not self._lost and not self._ended.is_set():
+            with self._turn:
+                self._look()
         if self._lost or self._ended.is_set():
             raise CheckpointError(
                 f"this run no longer holds the lock on {self.storage.where}: "
@@ -84,13 +88,18 @@ class RemoteLock(FolderLock):
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
-            with suppress(StorageError):  # the network may come back before anyone takes over
-                holder = self._read()
-                if not self._is_mine(holder):
-                    self._lost = holder_text(holder) if holder else f"{NAME} was deleted"
+            # The network may come back before anyone takes over.
+            with self._turn, suppress(StorageError):
+                self._look()
+                if self._lost:
                     return
                 self._me["beat"] += 1
                 self.storage.replace(NAME, self._text())
+
+    def _look(self) -> None:
+        """Note whether it was taken over; in turns, so that a half-written one is never read."""
+        if not self._is_mine(holder := self._read()):
+            self._lost = holder_text(holder) if holder else f"{NAME} was deleted"
 
     def _text(self) -> bytes:
         return json.dumps(self._me).encode()

@@ -36,8 +36,9 @@ def save(
     first rank and must be fit for JSON.
 
     Each rank writes its own file, flushes it to disk and, unless ``read_back`` is false, reads it
-    again and compares; then the first rank commits all of it by writing the manifest. Whatever
-    happens before that leaves every earlier checkpoint as it was, also one of the same step.
+    again and compares; then the first rank commits all of it by writing the manifest, unless it
+    took the folder's lock and has lost it. Whatever happens before that leaves every earlier
+    checkpoint as it was, also one of the same step.
 
     All ranks return, or all raise ``CheckpointError`` with the reason of the first rank that
     failed. ``problem`` is a reason this rank has to fail, so that the others do not wait for it.
@@ -61,7 +62,7 @@ def save_measured(
     if step < 0:
         raise CheckpointError(f"step {step}: steps are counted from 0.")
     checkpoint = folder.get(step)
-    writer = StateWriter(checkpoint, step, info, read_back=read_back)
+    writer = StateWriter(checkpoint, step, info, read_back=read_back, check_lock=folder.check_lock)
     try:
         metadata = together(
             f"saving step {step} to {checkpoint.path}",

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.own_share import OwnShare
 from paceline.checkpoint.part import RankState
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.save import save_measured
@@ -54,6 +55,7 @@ class Saver:
         self._folder = folder
         self._group = group
         self._keep = keep
+        self._own = OwnShare(group)
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
@@ -61,9 +63,12 @@ class Saver:
         self._closed = False
 
     def reserve(self, state: RankState) -> None:
-        """Get the memory for the copies now, so that the first save is as fast as any other."""
+        """Get the memory for the copies now, so that the first save is as fast as any other.
+
+        Called by all ranks, with states as they will save them.
+        """
         self._join()
-        self._snapshot.reserve(state)
+        self._snapshot.reserve(self._own.of(0, state))
 
     def save(self, step: int, state: RankState, info: dict[str, Any]) -> float:
         """Begin to save; the seconds waited for the save before this one to end.
@@ -80,7 +85,8 @@ class Saver:
         waited = copying - began
         problem = None
         try:
-            state, info = self._snapshot.take(state), copy.deepcopy(info)
+            own = self._own.of(step, state)  # nothing else uses the group now
+            state, info = self._snapshot.take(own), copy.deepcopy(info)
         except Exception as error:  # told to all ranks: they would wait for this one in vain
             known = isinstance(error, CheckpointError)
             problem = str(error) if known else f"{type(error).__name__}: {error}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._unpin: weakref.finalize[..., Snapshot] | None = None
+        self._structure: list[Any] | None = None
+        self._copies: dict[str, Part] = {}
 
     @property
     def size(self) -> int:
@@ -40,7 +44,7 @@ class Snapshot:
 
     def reserve(self, state: RankState) -> None:
         """Make room for ``state``, so that the first :meth:`take` is as fast as any other."""
-        size = sum(_room(piece.tensor) for piece in _pieces(state))
+        size = sum(_room(piece.tensor) for piece in _pieces(state.tensors))
         on_cuda = _on_cuda(state)
         if size <= self._buffer.numel() and (self.pinned or not on_cuda):
             return
@@ -65,38 +69,66 @@ class Snapshot:
         When this returns, what ``state`` holds may change.
         """
         objects = {name: _copied(name, value) for name, value in state.objects.items()}
-        self.reserve(state)
-        at = 0
-        tensors: dict[str, Part] = {}
-        for name, part in state.tensors.items():
-            pieces = []
-            for piece in part.pieces:
-                check_piece(name, part, piece)
-                source = piece.tensor.detach()
-                room = self._buffer[at : at + source.numel() * source.element_size()]
-                target = room.view(source.dtype).view(source.shape)
-                target.copy_(source, non_blocking=True)
-                pieces.append(Piece(piece.box, target))
-                at += _room(source)
-            tensors[name] = Part(part.shape, part.dtype, tuple(pieces))
-        for device in {p.tensor.device for p in _pieces(state) if p.tensor.is_cuda}:
+        self._lay_out(state)
+        # Nothing but copies from here on: other work between them would find the caches empty.
+        for source, target in zip(_pieces(state.tensors), _pieces(self._copies), strict=True):
+            target.tensor.copy_(source.tensor, non_blocking=True)
+        for device in {p.tensor.device for p in _pieces(state.tensors) if p.tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return RankState(tensors, objects)
+        return RankState(dict(self._copies), objects)
 
     def free(self) -> None:
         """Give the memory back. What :meth:`take` returned keeps it alive while it is in use."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
+        self._structure, self._copies = None, {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
+    def _lay_out(self, state: RankState) -> None:
+        """Have a place in the buffer for every piece of ``state``; they serve until it changes."""
+        structure = _structure(state)
+        if structure == self._structure:
+            return
+        for name, part in state.tensors.items():
+            for piece in part.pieces:
+                check_piece(name, part, piece)
+        self.reserve(state)
+        self._structure, self._copies = None, {}
+        at = 0
+        for name, part in state.tensors.items():
+            pieces = []
+            for piece in part.pieces:
+                room = self._buffer[at : at + piece.tensor.numel() * part.dtype.itemsize]
+                pieces.append(Piece(piece.box, room.view(part.dtype).view(piece.tensor.shape)))
+                at += _room(piece.tensor)
+            self._copies[name] = Part(part.shape, part.dtype, tuple(pieces))
+        self._structure = structure
 
-def _pieces(state: RankState) -> list[Piece]:
-    return [piece for part in state.tensors.values() for piece in part.pieces]
+
+def _pieces(tensors: Mapping[str, Part]) -> list[Piece]:
+    return [piece for part in tensors.values() for piece in part.pieces]
+
+
+def _structure(state: RankState) -> list[Any]:
+    """All that a layout of the buffer, and whether a piece is in order, depend on."""
+    return [
+        (
+            name,
+            part.shape,
+            part.dtype,
+            [
+                (p.box, t.shape, t.dtype, t.device, t.layout, type(t))
+                for p in part.pieces
+                for t in (p.tensor,)
+            ],
+        )
+        for name, part in state.tensors.items()
+    ]
 
 
 def _on_cuda(state: RankState) -> bool:
-    return any(piece.tensor.is_cuda for piece in _pieces(state))
+    return any(piece.tensor.is_cuda for piece in _pieces(state.tensors))
 
 
 def _room(tensor: Tensor) -> int:

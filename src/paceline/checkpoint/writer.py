@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -47,16 +47,26 @@ class Written:
 
 
 class StateWriter(StorageWriter):
-    """Writes the checkpoint of ``step``; ``info`` counts on rank 0, where the manifest is made."""
+    """Writes the checkpoint of ``step``; ``info`` counts on rank 0, where the manifest is made.
+
+    ``check_lock`` raises where the folder is another run's by now.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, step: int, info: dict[str, Any], *, read_back: bool
+        self,
+        checkpoint: Checkpoint,
+        step: int,
+        info: dict[str, Any],
+        *,
+        read_back: bool,
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         self._checkpoint = checkpoint
         self._storage = checkpoint.storage
         self._step = step
         self._info = info
         self._read_back = read_back
+        self._check_lock = check_lock
         self._token = ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -79,6 +89,7 @@ class StateWriter(StorageWriter):
                 f"the info of the checkpoint cannot be written as JSON: {error}. Nothing was "
                 "written."
             ) from error
+        self._check_lock()  # what looks unfinished may be the other run's save in progress
         name = self._checkpoint.name
         if not self._has_manifest():  # what a save left that was never finished
             self._storage.delete_folder(name)
@@ -153,6 +164,7 @@ class StateWriter(StorageWriter):
         written = {r.index.fqn: r.storage_data for by_rank in results for r in by_rank}
         made = make_manifest(self._step, self._info, metadata.planner_data, written)
         folder = self._checkpoint.name
+        self._check_lock()
         self._storage.replace(f"{folder}/{manifests.NAME}", made.to_bytes())
         metadata.planner_data, metadata.storage_data = None, made.size  # all ranks are told
         # From here on it is saved, whatever happens.
@@ -167,15 +179,16 @@ class StateWriter(StorageWriter):
             return
         folder = self._checkpoint.name
         with suppress(CheckpointError):  # why the save failed is what is told
-            if not self._has_manifest():
+            if self._has_manifest():
+                known = self._storage.read_bytes(f"{folder}/{manifests.NAME}")
+                if self._token.encode() in known:
+                    return
+            found = self._storage.names(folder)
+            own = [name for name in found if name.endswith(f"-{self._token}.bin")]
+            for name in own:
+                self._storage.delete(f"{folder}/{name}")
+            if found == own:  # else there is an earlier checkpoint, or another run took over
                 self._storage.delete_folder(folder)
-                return
-            known = self._storage.read_bytes(f"{folder}/{manifests.NAME}")
-            if self._token.encode() in known:
-                return
-            for name in self._storage.names(folder):
-                if name.endswith(f"-{self._token}.bin"):
-                    self._storage.delete(f"{folder}/{name}")
 
     def _has_manifest(self) -> bool:
         return self._storage.size(f"{self._checkpoint.name}/{manifests.NAME}") is not None
