@@ -22,7 +22,7 @@ from checkpointing.states import Shapes, rows_in, state_of, whole_parts
 from paceline.checkpoint import manifest
 from paceline.checkpoint.checkpoint import name_of
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.save import load, save
+from paceline.checkpoint.sharded.save import load, save
 
 Tensors = dict[str, Tensor]
 

@@ -21,9 +21,9 @@ from checkpointing.states import Shapes, own_rows, state_of
 from paceline.checkpoint.checkpoint import memory_of
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.hashing import BlockHasher, hashed
-from paceline.checkpoint.save import load, save
-from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.storage import open_storage
+from paceline.checkpoint.sharded.save import load, save
+from paceline.checkpoint.sharded.saver import Saver
+from paceline.checkpoint.storage.local import open_storage
 
 DROP = Path("/proc/sys/vm/drop_caches")
 Times = dict[str, list[float]]

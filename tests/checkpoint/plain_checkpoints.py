@@ -14,7 +14,7 @@ from paceline.checkpoint.checkpoint import Checkpoint, memory_of, name_of
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.hashing import BlockHasher, hashed
 from paceline.checkpoint.manifest import BLOCK, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.storage.local import Storage
 
 SMALL_BLOCK = 64
 """So small that a file of a few hundred bytes has many."""

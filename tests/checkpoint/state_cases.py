@@ -12,9 +12,9 @@ from paceline.checkpoint.boxes import Box, whole
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.part import Part, Piece, RankState
-from paceline.checkpoint.planner import PartsLoadPlanner, StateSavePlanner
-from paceline.checkpoint.reader import PartsReader
-from paceline.checkpoint.writer import StateWriter
+from paceline.checkpoint.sharded.planner import PartsLoadPlanner, StateSavePlanner
+from paceline.checkpoint.sharded.reader import PartsReader
+from paceline.checkpoint.sharded.writer import StateWriter
 
 DTYPES = [
     torch.float32,

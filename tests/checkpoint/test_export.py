@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.export import (
+from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.part import RankState, whole_part
+from paceline.checkpoint.sharded.save import save
+from paceline.checkpoint.weights.export import (
     export_hf,
     export_safetensors,
     export_torch,
     export_weights,
 )
-from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import RankState, whole_part
-from paceline.checkpoint.save import save
 from paceline.errors import CheckpointError
 
 

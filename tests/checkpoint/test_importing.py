@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.export import export_hf, export_safetensors, export_torch
-from paceline.checkpoint.importing import import_weights
+from paceline.checkpoint.weights.export import export_hf, export_safetensors, export_torch
+from paceline.checkpoint.weights.importing import import_weights
 from paceline.errors import CheckpointError
 
 

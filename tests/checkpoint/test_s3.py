@@ -12,8 +12,8 @@ from storage_contract import StorageContract
 
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.fsspec_storage import FsspecStorage
-from paceline.checkpoint.storage import Storage, open_storage
+from paceline.checkpoint.storage.local import Storage, open_storage
+from paceline.checkpoint.storage.remote import FsspecStorage
 from paceline.errors import CheckpointError, StorageError
 
 MIB = 1024 * 1024

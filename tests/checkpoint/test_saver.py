@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.checkpoint import own_share
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.saver import Outcome, Saver
-from paceline.checkpoint.storage import LocalStorage
+from paceline.checkpoint.sharded import own_share
+from paceline.checkpoint.sharded.saver import Outcome, Saver
+from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError, RankFailed, StorageError
 
 Chunks = Iterable[memoryview]
@@ -322,7 +322,7 @@ _ENDS = """
 import datetime, os, signal, sys, time
 import torch
 import torch.distributed as dist
-from paceline.checkpoint import saver as savers
+from paceline.checkpoint.sharded import saver as savers
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.part import RankState, whole_part
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from checkpoint.state_cases import DTYPES, part_of, random_tensor, same_bits, spread
-from paceline.checkpoint import snapshot as snapshots
 from paceline.checkpoint.boxes import whole
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
-from paceline.checkpoint.snapshot import Snapshot
+from paceline.checkpoint.sharded import snapshot as snapshots
+from paceline.checkpoint.sharded.snapshot import Snapshot
 from paceline.errors import CheckpointError
 
 

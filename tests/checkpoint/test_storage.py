@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from storage_contract import MIB, StorageContract, views
 
-from paceline.checkpoint.storage import LocalStorage, ScatteringFile, Storage, open_storage
+from paceline.checkpoint.storage.local import LocalStorage, ScatteringFile, Storage, open_storage
 from paceline.errors import CheckpointError, MissingExtra, StorageError
 
 

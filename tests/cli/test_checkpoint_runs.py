@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from cli.test_train_runs import CONFIG, command, environment, steps_of, train
 from paceline import events
 from paceline.checkpoint import Folder
+from paceline.checkpoint.memory.files import free_run
 from paceline.events import CheckpointSaved, RestoreTried, StepDone
 
 FRAGILE = """
@@ -40,10 +42,12 @@ def data(samples=64):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "tiny.py").write_text(FRAGILE)
     (tmp_path / "tiny.yaml").write_text(CONFIG)
-    return tmp_path
+    yield tmp_path
+    for run in tmp_path.glob("runs/*"):  # where a test failed, memory may be left
+        free_run(run / "checkpoints")
 
 
 def of_kind(run: Path, kind: type) -> list[Any]:

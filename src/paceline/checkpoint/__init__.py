@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.checkpoint.checkpoint import Checkpoint as Checkpoint
     from paceline.checkpoint.diff import diff_checkpoints as diff_checkpoints
-    from paceline.checkpoint.export import export_hf as export_hf
-    from paceline.checkpoint.export import export_safetensors as export_safetensors
-    from paceline.checkpoint.export import export_torch as export_torch
     from paceline.checkpoint.finding import find_checkpoint as find_checkpoint
     from paceline.checkpoint.finding import find_folder as find_folder
     from paceline.checkpoint.folder import Folder as Folder
-    from paceline.checkpoint.importing import import_weights as import_weights
     from paceline.checkpoint.listing import list_checkpoints as list_checkpoints
+    from paceline.checkpoint.weights.export import export_hf as export_hf
+    from paceline.checkpoint.weights.export import export_safetensors as export_safetensors
+    from paceline.checkpoint.weights.export import export_torch as export_torch
+    from paceline.checkpoint.weights.importing import import_weights as import_weights
 
 _HOME = {
     "Checkpoint": "checkpoint",
     "Folder": "folder",
     "diff_checkpoints": "diff",
-    "export_hf": "export",
-    "export_safetensors": "export",
-    "export_torch": "export",
+    "export_hf": "weights.export",
+    "export_safetensors": "weights.export",
+    "export_torch": "weights.export",
     "find_checkpoint": "finding",
     "find_folder": "finding",
-    "import_weights": "importing",
+    "import_weights": "weights.importing",
     "list_checkpoints": "listing",
 }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline.checkpoint.hashing import BlockHasher, hash_block
 from paceline.checkpoint.manifest import FileEntry
-from paceline.checkpoint.storage import ReadableFile, ScatteringFile, Storage
+from paceline.checkpoint.storage.local import ReadableFile, ScatteringFile, Storage
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 
 Target = tuple[int, memoryview]

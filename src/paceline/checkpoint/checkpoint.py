@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.blocks import BlockReader, Damage, file_damages
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.storage import Storage, open_storage
+from paceline.checkpoint.storage.local import Storage, open_storage
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 
 _NAME = re.compile(r"step-(\d{9,})")

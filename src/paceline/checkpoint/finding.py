@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.manifest import NAME
-from paceline.checkpoint.storage import Storage, open_storage
+from paceline.checkpoint.storage.local import Storage, open_storage
 from paceline.errors import CheckpointError
 from paceline.launch.run_folder import latest_run
 

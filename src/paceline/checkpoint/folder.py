@@ -9,9 +9,9 @@ from typing import Any
 
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.checkpoint import Checkpoint, name_of, step_of
-from paceline.checkpoint.locking import BEAT_S, FolderLock, take
 from paceline.checkpoint.retention import Entry, Keep, to_delete
-from paceline.checkpoint.storage import TEMPORARY, open_storage
+from paceline.checkpoint.storage.local import TEMPORARY, open_storage
+from paceline.checkpoint.storage.locking import BEAT_S, FolderLock, take
 from paceline.errors import CheckpointError
 
 _OLD = re.compile(r"step-\d+\.pt|best\.pt")

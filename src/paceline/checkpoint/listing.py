@@ -16,7 +16,7 @@ import xxhash
 
 from paceline.checkpoint.finding import OLD_NAME, STEP_NAME, locate
 from paceline.checkpoint.manifest import FORMAT, NAME, Manifest
-from paceline.checkpoint.storage import LocalStorage, Storage
+from paceline.checkpoint.storage.local import LocalStorage, Storage
 from paceline.errors import CheckpointError, StorageError
 
 _ASKED_AT_ONCE = 32
@@ -66,7 +66,7 @@ def _local_files(storage: Storage, name: str) -> dict[str, int]:
 
 def _look_remotely(storage: Storage, names: list[str]) -> list[Listed]:
     """Each answer takes a while whatever its size: ask for much at a time, many times at once."""
-    from paceline.checkpoint.fsspec_storage import FsspecStorage
+    from paceline.checkpoint.storage.remote import FsspecStorage
 
     assert isinstance(storage, FsspecStorage)
     if not names:
@@ -116,7 +116,7 @@ def _read(storage: Storage, path: str, size: int) -> bytes:
     """All bytes of a file whose size is known, in one request where each takes a while."""
     if isinstance(storage, LocalStorage):
         return storage.read_bytes(path)
-    from paceline.checkpoint.fsspec_storage import FsspecStorage
+    from paceline.checkpoint.storage.remote import FsspecStorage
 
     assert isinstance(storage, FsspecStorage)
     return storage.read_range(path, 0, size)

@@ -169,8 +169,8 @@ def export(
 
     One safetensors file, a Hugging Face folder (hf), or a state dict of torch's (torch).
     """
-    from paceline.checkpoint.export import export_weights, weights_of
     from paceline.checkpoint.finding import find_checkpoint
+    from paceline.checkpoint.weights.export import export_weights, weights_of
     from paceline.cli.checkpoint_screen import bar, parse_size
     from paceline.cli.checkpoint_views import show_export
 
@@ -226,7 +226,7 @@ def import_(
 
     Nothing in SOURCE is executed; what needs code to be loaded is refused, and what it needs said.
     """
-    from paceline.checkpoint.importing import import_weights
+    from paceline.checkpoint.weights.importing import import_weights
     from paceline.cli.checkpoint_views import show_import
 
     show_import(import_weights(source, target, part=part, strip=strip), as_json)

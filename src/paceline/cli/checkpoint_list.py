@@ -33,7 +33,7 @@ class Snapshots:
 
     def free(self) -> None:
         """Give the memory back."""
-        from paceline.checkpoint.memory_files import free_run
+        from paceline.checkpoint.memory.files import free_run
 
         free_run(self.run, _SHARED_MEMORY)
 
@@ -45,7 +45,7 @@ class Snapshots:
 def snapshots_of(where: str) -> list[Snapshots]:
     """The snapshots in shared memory of the run that ``where`` stands for."""
     from paceline.checkpoint.finding import locate
-    from paceline.checkpoint.memory_files import segments
+    from paceline.checkpoint.memory.files import segments
 
     folder = locate(where).folder
     known = {where, folder, folder.rpartition("/")[0]}

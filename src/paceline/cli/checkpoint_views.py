@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from paceline.checkpoint.blocks import Damage
     from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.diff import Difference
-    from paceline.checkpoint.export_files import Weight
     from paceline.checkpoint.manifest import Manifest, TensorEntry
+    from paceline.checkpoint.weights.export_files import Weight
 
 _LARGEST = 10
 

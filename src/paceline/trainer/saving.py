@@ -23,13 +23,13 @@ from paceline.checkpoint.finding import find_checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.ladder import Rung, Tried, climb
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.memory import MemoryTier
-from paceline.checkpoint.memory_checkpoint import MemoryCheckpoint
+from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
+from paceline.checkpoint.memory.recall import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
+from paceline.checkpoint.memory.tier import MemoryTier
 from paceline.checkpoint.part import Part, RankState, whole_part
-from paceline.checkpoint.recall import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.save import load
-from paceline.checkpoint.saver import Outcome, Saver
+from paceline.checkpoint.sharded.save import load
+from paceline.checkpoint.sharded.saver import Outcome, Saver
 from paceline.engine import Engine
 from paceline.engine.parts import OBJECT as ENGINE
 from paceline.engine.parts import as_part, empty_for

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.memory_files import SlotName, remove_files, step_in
-from paceline.checkpoint.storage import LocalStorage, explained
+from paceline.checkpoint.memory.files import SlotName, remove_files, step_in
+from paceline.checkpoint.sharded.snapshot import pin_memory
+from paceline.checkpoint.storage.local import LocalStorage, explained
 from paceline.errors import CheckpointError
 
 _PAGE = mmap.PAGESIZE
 _SLACK = 1024 * 1024
-_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
 class Segment:
@@ -62,7 +61,7 @@ class Segment:
             finally:
                 os.close(handle)
         self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._pinned = pin and _pin(self.memory)
+        self._pinned = pin and pin_memory(self.memory)
 
     def _take(self, handle: int, size: int) -> None:
         try:
@@ -89,7 +88,7 @@ class Segment:
             self._index = index
 
     def commit(self, header: bytes) -> None:
-        """Make the segment count; ``header`` is what ``memory_files.make_header`` made."""
+        """Make the segment count; ``header`` is what ``files.make_header`` made."""
         with explained("write", str(self._path)):
             if os.stat(self._path).st_ino != self._inode:
                 raise FileNotFoundError(f"{self._path} is another file than it was")
@@ -141,14 +140,3 @@ class Slots:
     def turn(self) -> None:
         """What was written is whole everywhere: write the other one next."""
         self._spare = 1 - self._spare
-
-
-def _pin(memory: Tensor) -> bool:
-    """Tell CUDA of the memory, so that copies to it are fast; whether it agreed."""
-    cuda: Any = torch.cuda.cudart()
-    if int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), _FOR_ALL_DEVICES)) == 0:
-        return True
-    # CUDA keeps its last error, and torch would blame the training's next kernel for it.
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda").add_(1)
-    return False

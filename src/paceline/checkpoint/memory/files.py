@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.storage import TEMPORARY, LocalStorage, explained
+from paceline.checkpoint.storage.local import TEMPORARY, LocalStorage, explained
 from paceline.errors import CheckpointError
 
 ROOT = "/dev/shm"

@@ -25,9 +25,9 @@ from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.hashing import BlockHasher, hashed
 from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.plans import Tensors, box_of, bytes_of, flat
-from paceline.checkpoint.storage import LocalStorage
-from paceline.checkpoint.together import travelling
+from paceline.checkpoint.sharded.plans import Tensors, box_of, bytes_of, flat
+from paceline.checkpoint.sharded.together import travelling
+from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError
 
 ALIGNMENT = 64

@@ -22,8 +22,8 @@ from paceline.checkpoint.blocks import BlockReader, Target
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.manifest import BLOCK, Stored
-from paceline.checkpoint.plans import flat
-from paceline.checkpoint.together import travelling
+from paceline.checkpoint.sharded.plans import flat
+from paceline.checkpoint.sharded.together import travelling
 
 _WINDOW = 8 * BLOCK
 """What cannot be read to where it belongs is read this much at a time, and copied from there."""

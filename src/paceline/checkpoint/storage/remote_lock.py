@@ -10,7 +10,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from paceline.checkpoint.locking import (
+from paceline.checkpoint.storage.local import Storage
+from paceline.checkpoint.storage.locking import (
     BEAT_S,
     NAME,
     FolderLock,
@@ -20,7 +21,6 @@ from paceline.checkpoint.locking import (
     is_dead,
     parse,
 )
-from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError, StorageError
 
 _PATIENCE = 3  # beats that a holder may miss before it is taken for dead

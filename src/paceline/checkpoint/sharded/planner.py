@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.part import Part, RankState
-from paceline.checkpoint.plans import (
+from paceline.checkpoint.sharded.plans import (
     BoxKey,
     Given,
     Tensors,
@@ -34,7 +34,7 @@ from paceline.checkpoint.plans import (
     shared_out,
     tensor_item,
 )
-from paceline.checkpoint.together import travelling
+from paceline.checkpoint.sharded.together import travelling
 from paceline.errors import CheckpointError
 
 _PLAIN = "Let it hold tensors, numbers, strings, lists and dicts only. Nothing was written."

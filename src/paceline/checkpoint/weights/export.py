@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.checkpoint import Checkpoint, dtype_of
-from paceline.checkpoint.export_config import hf_config
-from paceline.checkpoint.export_files import (
+from paceline.checkpoint.weights.export_config import hf_config
+from paceline.checkpoint.weights.export_files import (
     INDEX,
     Weight,
     check_file,

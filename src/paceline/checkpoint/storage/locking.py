@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from paceline.checkpoint.storage import LocalStorage, Storage, explained
+from paceline.checkpoint.storage.local import LocalStorage, Storage, explained
 from paceline.errors import CheckpointError
 
 NAME = ".lock"
@@ -48,7 +48,7 @@ def take(storage: Storage, owner: str, beat_s: float = BEAT_S) -> FolderLock:
     storage.make_folder()
     if isinstance(storage, LocalStorage):
         return LocalLock(storage, owner)
-    from paceline.checkpoint.remote_lock import RemoteLock  # fsspec only where it is needed
+    from paceline.checkpoint.storage.remote_lock import RemoteLock  # fsspec only where it is needed
 
     return RemoteLock(storage, owner, beat_s)
 

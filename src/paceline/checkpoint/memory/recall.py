@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.checkpoint import meeting
 from paceline.checkpoint.blocks import file_damages
 from paceline.checkpoint.manifest import Manifest, TensorEntry
-from paceline.checkpoint.memory_checkpoint import MemoryCheckpoint, Source
-from paceline.checkpoint.memory_files import (
+from paceline.checkpoint.memory import meeting
+from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint, Source
+from paceline.checkpoint.memory.files import (
     OWN,
     ROOT,
     Header,
@@ -22,9 +22,9 @@ from paceline.checkpoint.memory_files import (
     headers_in,
     read_index,
 )
-from paceline.checkpoint.nodes import Nodes, meet
-from paceline.checkpoint.open_files import OpenFiles
-from paceline.checkpoint.recall_plan import merged
+from paceline.checkpoint.memory.nodes import Nodes, meet
+from paceline.checkpoint.memory.open_files import OpenFiles
+from paceline.checkpoint.memory.recall_plan import merged
 from paceline.errors import CheckpointError
 
 OWN_MEMORY, PARTNER_MEMORY = "own memory", "partner memory"

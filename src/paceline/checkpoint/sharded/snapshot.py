@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.part import Part, Piece, RankState
-from paceline.checkpoint.plans import check_piece
+from paceline.checkpoint.sharded.plans import check_piece
 from paceline.errors import CheckpointError
 
 _ALIGNMENT = 64
@@ -59,7 +59,7 @@ class Snapshot:
                 f"spread the state over more ranks. ({error})"
             ) from error
         self._buffer = buffer
-        if on_cuda and _pin(buffer):
+        if on_cuda and pin_memory(buffer):
             self._unpin = weakref.finalize(self, _release, buffer.data_ptr())
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ def _copied(name: str, value: object) -> object:
         ) from error
 
 
-def _pin(buffer: Tensor) -> bool:
+def pin_memory(buffer: Tensor) -> bool:
     """Lock the pages of ``buffer`` in place for the GPU; false where the system refuses.
 
     Registered rather than allocated as pinned: torch's allocator for that rounds up to a power of

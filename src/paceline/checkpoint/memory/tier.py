@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint import meeting
-from paceline.checkpoint.background import Worker
 from paceline.checkpoint.checkpoint import memory_of
 from paceline.checkpoint.hashing import hash_blocks
 from paceline.checkpoint.manifest import BLOCK, FileEntry, Manifest
-from paceline.checkpoint.memory_files import (
+from paceline.checkpoint.memory import meeting
+from paceline.checkpoint.memory.background import Worker
+from paceline.checkpoint.memory.files import (
     COPY,
     OWN,
     ROOT,
@@ -39,11 +39,11 @@ from paceline.checkpoint.memory_files import (
     remove_temporary,
     step_in,
 )
-from paceline.checkpoint.nodes import Nodes, meet, partners
+from paceline.checkpoint.memory.nodes import Nodes, meet, partners
+from paceline.checkpoint.memory.partner import Copies, as_tensor
+from paceline.checkpoint.memory.segment import Segment, Slots
+from paceline.checkpoint.memory.share import Share, check_loadable, copy, object_texts, plan_share
 from paceline.checkpoint.part import RankState
-from paceline.checkpoint.partner import Copies, as_tensor
-from paceline.checkpoint.segment import Segment, Slots
-from paceline.checkpoint.share import Share, check_loadable, copy, object_texts, plan_share
 from paceline.errors import CheckpointError
 
 

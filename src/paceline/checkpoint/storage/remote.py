@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
-from paceline.checkpoint.storage import ReadableFile, Storage
+from paceline.checkpoint.storage.local import ReadableFile, Storage
 from paceline.errors import CheckpointError, MissingExtra, StorageError
 
 _PART = 64 * 1024 * 1024  # a store takes at most 10,000 parts: this allows files of 640 GB

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from paceline.checkpoint import meeting
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
+from paceline.checkpoint.memory import meeting
 from paceline.checkpoint.part import RankState
-from paceline.checkpoint.planner import StateSavePlanner, object_bytes
-from paceline.checkpoint.plans import box_of, bytes_of
-from paceline.checkpoint.writer import ALIGNMENT
+from paceline.checkpoint.sharded.planner import StateSavePlanner, object_bytes
+from paceline.checkpoint.sharded.plans import box_of, bytes_of
+from paceline.checkpoint.sharded.writer import ALIGNMENT
 from paceline.errors import CheckpointError
 
 

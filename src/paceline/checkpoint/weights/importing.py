@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.export_config import INFO_KEY
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.part import RankState, whole_part
-from paceline.checkpoint.save import save
-from paceline.checkpoint.sources import Source, read_source
+from paceline.checkpoint.sharded.save import save
+from paceline.checkpoint.weights.export_config import INFO_KEY
+from paceline.checkpoint.weights.sources import Source, read_source
 from paceline.errors import CheckpointError
 
 

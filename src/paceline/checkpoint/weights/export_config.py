@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.storage import LocalStorage
+from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError
 
 INFO_KEY = "hf_config"

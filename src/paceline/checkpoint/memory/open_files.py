@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.checkpoint.storage import ReadableFile, Storage, explained
+from paceline.checkpoint.storage.local import ReadableFile, Storage, explained
 from paceline.errors import CheckpointError
 
 

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.explaining import explained as explained
+from paceline.checkpoint.storage.explaining import explained as explained
 from paceline.errors import CheckpointError, StorageError
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
@@ -260,7 +260,7 @@ def open_storage(where: str | os.PathLike[str], options: dict[str, Any] | None =
     if text.startswith("file://"):
         text = text.removeprefix("file://")
     elif _URL.match(text):
-        from paceline.checkpoint.fsspec_storage import FsspecStorage
+        from paceline.checkpoint.storage.remote import FsspecStorage
 
         return FsspecStorage(text, options)
     if options:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.checkpoint import meeting
-from paceline.checkpoint.storage import explained
+from paceline.checkpoint.memory import meeting
+from paceline.checkpoint.storage.local import explained
 from paceline.errors import CheckpointError
 
 _BOOT = "/proc/sys/kernel/random/boot_id"

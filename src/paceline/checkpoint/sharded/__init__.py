@@ -1,0 +1,1 @@
+"""Saving by all ranks at once and loading at any layout, on torch.distributed.checkpoint."""
