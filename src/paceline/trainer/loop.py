@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.checkpoint.sharded.saver import Outcome
 from paceline.data import Loader
 from paceline.engine import StepResult
 from paceline.errors import CheckpointError, NonFiniteError
@@ -318,17 +319,26 @@ class Loop:
 
     def _report_saves(self, *, last: bool = False) -> None:
         """Tell how saves ended; ``last`` waits for the one being written and wants it good."""
+        ended = self.tell_saves(wait=last)
+        for outcome in ended:
+            path = outcome.path
+            if outcome.error is None:
+                self._each("on_checkpoint", self.trainer, path if "://" in path else Path(path))
+        failed = ended[-1].error if ended else None
+        if failed is not None and (last or self.trainer.checkpoint.on_failure == "stop"):
+            raise CheckpointError(failed)
+
+    def tell_saves(self, *, wait: bool) -> list[Outcome]:
+        """Report the saves that ended; with ``wait``, also the one that is being written."""
         if self.checkpoints is None:
-            return
-        failed = None
-        for outcome, reason, stalled in self.checkpoints.finished(wait=last):
+            return []
+        ended = self.checkpoints.finished(wait=wait)
+        for outcome, reason, stalled in ended:
             if outcome.error is not None:
-                failed = outcome.error
                 self.reporter.emit(
                     CheckpointFailed(step=outcome.step, reason=reason, error=outcome.error)
                 )
                 continue
-            failed = None
             self.reporter.emit(
                 CheckpointSaved(
                     step=outcome.step,
@@ -339,10 +349,9 @@ class Loop:
                     reason=reason,
                 )
             )
-            path = outcome.path
-            self._each("on_checkpoint", self.trainer, path if "://" in path else Path(path))
-        if failed is not None and (last or self.trainer.checkpoint.on_failure == "stop"):
-            raise CheckpointError(failed)
+            if outcome.warning is not None:
+                self.reporter.emit(Note(level="warning", message=outcome.warning))
+        return [outcome for outcome, _, _ in ended]
 
     def _shown(self, path: str) -> str:
         """As the user wrote the run's folder."""

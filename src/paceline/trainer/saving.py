@@ -127,7 +127,7 @@ class Checkpoints:
         self._memory: MemoryTier | None = None  # made when it is first used
         self._restored_step: int | None = None
         self._identity: str | None = None
-        self._begun: dict[int, tuple[str, float]] = {}
+        self._begun: list[tuple[str, float]] = []
         self._done: list[Outcome] = []
 
     def add(self, name: str, saved: Stateful) -> None:
@@ -158,7 +158,7 @@ class Checkpoints:
         if wait or not self.options.asynchronous:
             self._done += self._saver.wait()
         stalled = time.perf_counter() - started
-        self._begun[step] = reason, stalled
+        self._begun.append((reason, stalled))
         return stalled
 
     def snapshot(self) -> None:
@@ -190,7 +190,7 @@ class Checkpoints:
         """
         self._done += self._saver.wait() if wait else self._saver.finished()
         ended, self._done = self._done, []
-        return [(outcome, *self._begun.pop(outcome.step)) for outcome in ended]
+        return [(outcome, *self._begun.pop(0)) for outcome in ended]
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -203,18 +203,23 @@ class Checkpoints:
 
         ``clean``: the run ended in good order, and its copies in memory can go, too.
         """
-        try:
-            self._done += self._saver.close()
-            for outcome, reason, _ in self.finished():
-                if outcome.error is not None:
-                    warnings.warn(f"checkpoint ({reason}): {outcome.error}", stacklevel=2)
-        finally:
-            if self._memory is not None:
-                if clean:
-                    self._memory.free()
-                else:
-                    self._memory.close()
-            self._held.close()
+        with self._held:  # lets go of the folder, whatever happens
+            try:
+                self._done += self._saver.close()
+                for outcome, reason, _ in self.finished():
+                    if outcome.error is not None:
+                        warnings.warn(f"checkpoint ({reason}): {outcome.error}", stacklevel=2)
+            finally:
+                self._leave_memory(clean)
+
+    def _leave_memory(self, clean: bool) -> None:
+        if self._memory is None:
+            return
+        if clean:
+            self._memory.free()
+            return
+        with contextlib.suppress(CheckpointError):  # the run has a trouble of its own to tell
+            self._memory.close()
 
     def _collect(self) -> RankState:
         state = self.engine.parts.collect()
@@ -255,7 +260,7 @@ class Checkpoints:
             restored = climb(self._rungs(), self._tried, agree=_first_problem)
         except _DoesNotFit as error:
             raise error.reason from None
-        if restored is None and (old := self.folder.old_format()):
+        if restored is None and (old := self._from_main(self.folder.old_format)):
             raise CheckpointError(
                 f"{self.folder.where} holds {old[-1]}, written by Paceline 0.1, which this version "
                 "cannot resume. `paceline checkpoint import` takes over its weights."
@@ -269,11 +274,10 @@ class Checkpoints:
     def _rungs(self) -> list[Rung[Restored]]:
         """All there is to go on from; of what is of the same step, the fastest first."""
         rungs = self._memory_rungs()
-        for checkpoint in reversed(self.folder.checkpoints()):
-            found = functools.partial(_itself, checkpoint)
-            rungs.append(
-                Rung("checkpoint", checkpoint.step, functools.partial(self._attempt, found))
-            )
+        # Rank 0 looks: ranks on other machines may not see a new folder yet, and all must agree.
+        for step in self._from_main(lambda: [c.step for c in self.folder.checkpoints()])[::-1]:
+            found = functools.partial(self.folder.get, step)
+            rungs.append(Rung("checkpoint", step, functools.partial(self._attempt, found)))
         return rungs
 
     def _memory_rungs(self) -> list[Rung[Restored]]:
@@ -432,10 +436,6 @@ class _DoesNotFit(Exception):
     def __init__(self, reason: CheckpointError) -> None:
         super().__init__(str(reason))
         self.reason = reason
-
-
-def _itself(checkpoint: Checkpoint) -> Checkpoint:
-    return checkpoint
 
 
 def _first_problem(problem: str | None) -> str | None:
