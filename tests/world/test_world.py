@@ -343,10 +343,19 @@ def test_a_world_by_hand_without_an_agent():
                 total = collectives.all_reduce(torch.tensor([world.rank + 1])).item()
         print(world.rank, total)
     """
+    outputs = two_processes(textwrap.dedent(code))
+    # Once in hundreds of times torch 2.13's Gloo aborts as the process ends, its work being done.
+    if any(err == "terminate called without an active exception\n" for _, err in outputs):
+        outputs = two_processes(textwrap.dedent(code))
+    assert [out for out, _ in outputs] == ["0 3\n", "1 3\n"]
+    assert [err for _, err in outputs] == ["", ""]
+
+
+def two_processes(code: str) -> list[tuple[str, str]]:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     peers = [
         subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code)],
+            [sys.executable, "-c", code],
             env={**os.environ, **place, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -354,9 +363,7 @@ def test_a_world_by_hand_without_an_agent():
         )
         for rank in range(2)
     ]
-    outputs = [peer.communicate(timeout=60) for peer in peers]
-    assert [out for out, _ in outputs] == ["0 3\n", "1 3\n"]
-    assert [err for _, err in outputs] == ["", ""]
+    return [peer.communicate(timeout=60) for peer in peers]
 
 
 def test_leaving_without_close_is_quiet():
