@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,6 +35,7 @@ from checkpointing.rivals import Distributed, Paceline, Saves, TorchSave
 from checkpointing.states import Shapes, differing, gpt_shapes, size_of, whole_tensors
 
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.ladder import Rung, climb
 from paceline.errors import CheckpointError
 
 WORLDS = (2, 3, 4)
@@ -108,20 +110,27 @@ def stepped_over(bench: Bench, world: int, files: list[str]) -> str | None:
     ``files`` were damaged: one of them must be named.
     """
     folder = Folder(bench.work(world))
-    damaged, told = folder.get(STEP), dict[str, str]()
+    told: dict[int | None, str] = {}
+    rungs = [
+        Rung("checkpoint", one.step, partial(_restored, bench, world, one.step))
+        for one in reversed(folder.checkpoints())
+    ]
     try:
-        good = folder.newest_good(lambda checkpoint, text: told.update({checkpoint.name: text}))
+        found = climb(rungs, lambda tried: told.update({tried.step: tried.detail}))
     except CheckpointError as error:
         return f"raised: {error}"
-    if damaged.name not in folder.unfinished():
-        if damaged.name not in told:
+    if folder.get(STEP).name not in folder.unfinished():
+        if not told.get(STEP):
             return "the damage was not told"
-        if not any(file in told[damaged.name] for file in files):
-            return f"{files} not named: {told[damaged.name]}"
-    if good is None or good.step != STEP - 1:
-        return f"{good} was taken"
-    wrong = bench.wrong(world, good.step)
-    return f"{wrong} differ in the step before" if wrong else None
+        if not any(file in told[STEP] for file in files):
+            return f"{files} not named: {told[STEP]}"
+    if found is None or found[0] != STEP - 1:
+        return f"{found} was taken"
+    return f"{found[1]} differ in the step before" if found[1] else None
+
+
+def _restored(bench: Bench, world: int, step: int) -> tuple[int, list[str]]:
+    return step, bench.wrong(world, step)
 
 
 Job = tuple[int, str, int]

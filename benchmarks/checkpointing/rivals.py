@@ -20,8 +20,8 @@ from checkpointing.damages import Site
 from checkpointing.forks import Here
 from checkpointing.states import Shapes, rows_in, state_of, whole_parts
 from paceline.checkpoint import manifest
-from paceline.checkpoint.checkpoint import name_of
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.names import name_of
 from paceline.checkpoint.sharded.save import load, save
 
 Tensors = dict[str, Tensor]

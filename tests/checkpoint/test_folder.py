@@ -9,8 +9,9 @@ import pytest
 import torch
 from plain_checkpoints import put_checkpoint
 
-from paceline.checkpoint.checkpoint import Checkpoint, name_of
+from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.names import name_of
 from paceline.checkpoint.retention import Entry, Keep
 from paceline.errors import CheckpointError, StorageError
 

@@ -333,6 +333,20 @@ def test_a_barrier_may_be_more_patient_than_the_world(ranks):
     assert ranks(job, join=False) == [2, 2]
 
 
+@pytest.mark.world(2)
+def test_a_group_for_a_thread_of_its_own(ranks):
+    def job() -> float:
+        world = World.current()
+        group = world.background_group("saving")
+        assert group is world.background_group("saving")
+        assert group not in (world.background_group("other"), dist.group.WORLD)
+        value = torch.tensor([world.rank + 1.0])
+        dist.all_reduce(value, group=group)
+        return value.item()
+
+    assert ranks(job) == [3.0, 3.0]
+
+
 def test_a_world_by_hand_without_an_agent():
     """Plain processes with RANK, WORLD_SIZE and an address: rank 0 serves the store itself."""
     code = """

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,22 +23,11 @@ from torch import Tensor
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.blocks import BlockReader, Damage, file_damages
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
+from paceline.checkpoint.names import step_of
 from paceline.checkpoint.storage.local import Storage, open_storage
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 
-_NAME = re.compile(r"step-(\d{9,})")
 _MOST_OPEN = 8
-
-
-def name_of(step: int) -> str:
-    """The name of the folder that holds the checkpoint of ``step``."""
-    return f"step-{step:09d}"
-
-
-def step_of(name: str) -> int | None:
-    """The step whose checkpoint a folder of this name holds; ``None`` if it is not one."""
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match and name == name_of(int(match[1])) else None
 
 
 class Checkpoint:

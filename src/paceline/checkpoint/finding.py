@@ -6,12 +6,12 @@ Imports no torch, so that a command that only looks answers at once.
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.manifest import NAME
+from paceline.checkpoint.names import is_old, step_of
 from paceline.checkpoint.storage.local import Storage, open_storage
 from paceline.errors import CheckpointError
 from paceline.launch.run_folder import latest_run
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.folder import Folder
 
-STEP_NAME = re.compile(r"step-\d{9,}")
-OLD_NAME = re.compile(r"(step-\d+|best)\.pt")
 _SHOWN = 20
 
 
@@ -51,7 +49,7 @@ def locate(where: str | os.PathLike[str]) -> Place:
         return _locate_url(text.rstrip("/"), None)
     path = Path(text.removeprefix("file://"))
     _check_folder(path)
-    if STEP_NAME.fullmatch(path.absolute().name) or (path / NAME).is_file():
+    if step_of(path.absolute().name) is not None or (path / NAME).is_file():
         return Place(str(path.absolute().parent), path.absolute().name)
     if elsewhere := _place_in_config(path):
         return elsewhere
@@ -119,7 +117,7 @@ def _check_folder(path: Path) -> None:
 
 def _locate_url(url: str, options: dict[str, Any] | None) -> Place:
     above, _, name = url.rpartition("/")
-    if STEP_NAME.fullmatch(name):
+    if step_of(name) is not None:
         return Place(above, name, options)
     names = open_storage(url, options).names()
     if NAME in names:
@@ -156,7 +154,7 @@ def is_url(where: str) -> bool:
 
 
 def _holds_checkpoints(names: list[str]) -> bool:
-    return any(STEP_NAME.fullmatch(name) or OLD_NAME.fullmatch(name) for name in names)
+    return any(step_of(name) is not None or is_old(name) for name in names)
 
 
 def _steps(found: list[Checkpoint]) -> str:
@@ -167,7 +165,7 @@ def _steps(found: list[Checkpoint]) -> str:
 
 
 def _hint(folder: Folder) -> str:
-    if old := [name for name in folder.storage.names() if OLD_NAME.fullmatch(name)]:
+    if old := folder.old_format():
         return (
             f" {old[-1]} is of Paceline 0.1: bring its weights over with paceline checkpoint "
             f"import {folder.storage.full(old[-1])} TARGET"

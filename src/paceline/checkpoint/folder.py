@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.checkpoint import Checkpoint, name_of, step_of
-from paceline.checkpoint.retention import Entry, Keep, to_delete
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.names import is_old, name_of, step_of
+from paceline.checkpoint.retention import Entry, Keep, best_step, to_delete
 from paceline.checkpoint.storage.local import TEMPORARY, open_storage
 from paceline.checkpoint.storage.locking import BEAT_S, FolderLock, take
 from paceline.errors import CheckpointError
-
-_OLD = re.compile(r"step-\d+\.pt|best\.pt")
 
 
 class Folder:
@@ -45,7 +43,7 @@ class Folder:
 
     def old_format(self) -> list[str]:
         """Files of Paceline 0.1, one for each checkpoint, which this version cannot resume."""
-        return [name for name in self.storage.names() if _OLD.fullmatch(name)]
+        return [name for name in self.storage.names() if is_old(name)]
 
     def get(self, step: int) -> Checkpoint:
         """The checkpoint of ``step``, which need not be there yet."""
@@ -80,6 +78,11 @@ class Folder:
     def entries(self) -> list[Entry]:
         """The checkpoints as :mod:`retention` sees them, with the metrics their manifests name."""
         return [_entry(checkpoint) for checkpoint in self.checkpoints()]
+
+    def best(self, metric: str, mode: Literal["min", "max"] = "min") -> Checkpoint | None:
+        """The best by a metric it was saved with; ``None`` where none has that metric."""
+        step = best_step(self.entries(), Keep(metric=metric, mode=mode))
+        return None if step is None else self.get(step)
 
     def lock(self, owner: str, beat_s: float = BEAT_S) -> FolderLock:
         """Take the folder for one run; ``owner`` says in a few words whose it is.

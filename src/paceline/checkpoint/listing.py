@@ -14,8 +14,9 @@ from typing import Any
 
 import xxhash
 
-from paceline.checkpoint.finding import OLD_NAME, STEP_NAME, locate
+from paceline.checkpoint.finding import locate
 from paceline.checkpoint.manifest import FORMAT, NAME, Manifest
+from paceline.checkpoint.names import is_old, step_of
 from paceline.checkpoint.storage.local import LocalStorage, Storage
 from paceline.errors import CheckpointError, StorageError
 
@@ -46,8 +47,8 @@ def list_checkpoints(where: str | os.PathLike[str]) -> list[Listed]:
     place = locate(where)
     storage = place.open()
     names = [place.name] if place.name is not None else storage.names()
-    steps = [name for name in names if STEP_NAME.fullmatch(name) or place.name is not None]
-    old = [name for name in names if OLD_NAME.fullmatch(name)]
+    steps = [name for name in names if step_of(name) is not None or place.name is not None]
+    old = [name for name in names if is_old(name)]
     if isinstance(storage, LocalStorage):
         listed = [_look(storage, name, _local_files(storage, name)) for name in steps]
     else:
@@ -87,7 +88,7 @@ def _look_remotely(storage: Storage, names: list[str]) -> list[Listed]:
 
 
 def _look(storage: Storage, name: str, files: Mapping[str, int]) -> Listed:
-    step = int(name.partition("-")[2]) if STEP_NAME.fullmatch(name) else 0
+    step = step_of(name) or 0
     path = storage.full(name)
     if NAME not in files:
         return Listed(step, name, path, "unfinished", "it has no manifest", files=len(files))
@@ -96,7 +97,7 @@ def _look(storage: Storage, name: str, files: Mapping[str, int]) -> Listed:
         found = _summary(data, storage.full(f"{name}/{NAME}"))
     except CheckpointError as error:
         return Listed(step, name, path, "damaged", str(error), files=len(files))
-    if not STEP_NAME.fullmatch(name):
+    if step_of(name) is None:
         step = found["step"]
     sizes: dict[str, int] = found["sizes"]
     problem = ""

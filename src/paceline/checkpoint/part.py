@@ -47,3 +47,19 @@ class RankState:
 
     tensors: dict[str, Part] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+
+    def structure(self) -> list[Any]:
+        """All that a plan or a buffer for its tensors depends on; equal while that is unchanged."""
+        return [
+            (
+                name,
+                part.shape,
+                part.dtype,
+                [
+                    (p.box, t.shape, t.dtype, t.device, t.layout, type(t))
+                    for p in part.pieces
+                    for t in (p.tensor,)
+                ],
+            )
+            for name, part in self.tensors.items()
+        ]

@@ -59,6 +59,14 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
+def another_model(what: str) -> CheckpointError:
+    """The error for a checkpoint that does not fit the model."""
+    return CheckpointError(
+        f"the saved state is that of another model. {what} Build the model as it was built then, "
+        "or start a new run."
+    )
+
+
 def check_optimizer_state(
     state: Mapping[str, Any], optimizer: Optimizer, sizes: list[int] | None = None
 ) -> None:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint.boxes import boxes_of
 from paceline.checkpoint.manifest import Manifest, TensorEntry
-from paceline.checkpoint.part import Part, Piece, RankState
-from paceline.engine.checks import check_optimizer_state
-from paceline.errors import CheckpointError
+from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.engine.checks import another_model, check_optimizer_state
+from paceline.engine.repoint import install
 from paceline.parallel.whole import held_runs, local
 
 if TYPE_CHECKING:
@@ -275,46 +276,14 @@ class Parts:
 
 def as_part(tensor: Tensor) -> Part:
     """What this rank holds of ``tensor``; shares its memory."""
+    if not isinstance(tensor, DTensor):
+        return whole_part(tensor)
     own = local(tensor).detach()
     pieces = tuple(
         Piece(box, own[inner.slices()] if own.ndim else own)
         for box, inner in boxes_of(held_runs(tensor))
     )
     return Part(tuple(tensor.shape), tensor.dtype, pieces)
-
-
-def install(
-    optimizer: torch.optim.Optimizer,
-    groups: list[dict[str, Any]],
-    state: Mapping[nn.Parameter, dict[str, Any]],
-) -> None:
-    """Give ``optimizer`` the saved settings of its groups and the ``state`` of its parameters."""
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = {id(parameter): number for number, parameter in enumerate(own)}
-    counts = iter(range(len(own)))
-    optimizer.load_state_dict(
-        {
-            "state": {numbers[id(p)]: dict(values) for p, values in state.items()},
-            "param_groups": [
-                {**saved, "params": [next(counts) for _ in group["params"]]}
-                for group, saved in zip(optimizer.param_groups, groups, strict=True)
-            ],
-        }
-    )
-    for parameter, values in state.items():
-        for key, value in values.items():
-            loaded = optimizer.state[parameter].get(key)
-            # torch casts state to the parameter's dtype; it is to be what it was.
-            if isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(loaded.device)
-
-
-def another_model(what: str) -> CheckpointError:
-    """The error for a checkpoint that does not fit the model."""
-    return CheckpointError(
-        f"the saved state is that of another model. {what} Build the model as it was built then, "
-        "or start a new run."
-    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

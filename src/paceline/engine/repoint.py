@@ -80,25 +80,44 @@ class Groups:
 
     def load(self, optimizer: Optimizer, held: Held, saved: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave, cut to what this rank holds."""
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        order = {id(parameter): number for number, parameter in enumerate(own)}
-        state: dict[int, dict[str, Any]] = {}
-        for name, number in self._numbers().items():
-            for parameter in held.get(name, ()):
-                if number in saved["state"]:
-                    state[order[id(parameter)]] = {
-                        key: _part(value, parameter)
-                        for key, value in saved["state"][number].items()
-                    }
-        counts = iter(range(len(own)))
-        groups = [
-            {**kept, "params": [next(counts) for _ in group["params"]]}
-            for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=True)
-        ]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        state = {
+            parameter: {
+                key: _part(value, parameter) for key, value in saved["state"][number].items()
+            }
+            for name, number in self._numbers().items()
+            if number in saved["state"]
+            for parameter in held.get(name, ())
+        }
+        install(optimizer, saved["param_groups"], state)
 
     def _numbers(self) -> dict[str, int]:
         return {name: i for i, name in enumerate(n for names in self.names for n in names)}
+
+
+def install(
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    state: Mapping[nn.Parameter, dict[str, Any]],
+) -> None:
+    """Give ``optimizer`` the saved settings of its groups and the ``state`` of its parameters."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(own)}
+    counts = iter(range(len(own)))
+    optimizer.load_state_dict(
+        {
+            "state": {numbers[id(p)]: dict(values) for p, values in state.items()},
+            "param_groups": [
+                {**saved, "params": [next(counts) for _ in group["params"]]}
+                for group, saved in zip(optimizer.param_groups, groups, strict=True)
+            ],
+        }
+    )
+    for parameter, values in state.items():
+        for key, value in values.items():
+            loaded = optimizer.state[parameter].get(key)
+            # torch casts state to the parameter's dtype; it is to be what it was.
+            if isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)
 
 
 def _update_kind_by_kind(optimizer: Optimizer) -> None:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.engine.checks import check_optimizer_state
+from paceline.engine.checks import another_model, check_optimizer_state
 from paceline.engine.repoint import Held
-from paceline.errors import CheckpointError
 from paceline.parallel.spread import stage_group
 from paceline.parallel.whole import local, part_of, whole
 from paceline.world import collectives
@@ -124,7 +123,7 @@ class State:
             try:
                 engine.model.load_state_dict(state["model"])
             except RuntimeError as error:
-                raise _another_model(str(error)) from error
+                raise another_model(str(error)) from error
             check_optimizer_state(state["optimizer"], engine.optimizer)
             engine.optimizer.load_state_dict(state["optimizer"])
         else:
@@ -162,15 +161,8 @@ class State:
             if name in tensors and tensors[name] != shape:
                 problems.append(f"{name} has shape {tensors[name]} there and {shape} here")
         if problems:
-            raise _another_model("; ".join(problems) + ".")
+            raise another_model("; ".join(problems) + ".")
 
 
 def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: whole(tensor).cpu().clone() for name, tensor in tensors.items()}
-
-
-def _another_model(what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the saved state is that of another model. {what} Build the model as it was built then, "
-        "or start a new run."
-    )

@@ -4,7 +4,8 @@ from paceline.trainer.callbacks import Callback, EarlyStopping
 from paceline.trainer.evaluate import WholeSet
 from paceline.trainer.history import History
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
-from paceline.trainer.saving import Checkpoints, load_weights
+from paceline.trainer.restoring import load_weights
+from paceline.trainer.saving import Checkpoints
 from paceline.trainer.trainer import Trainer
 
 __all__ = [

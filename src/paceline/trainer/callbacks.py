@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import TrainingError
+from paceline.events import Note
 
 if TYPE_CHECKING:
     from paceline.engine import StepResult
     from paceline.trainer.history import History
+    from paceline.trainer.reporting import Reporter
     from paceline.trainer.trainer import Trainer
 
 
@@ -90,6 +92,35 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting."""
         self.best, self.waited = state["best"], state["waited"]
+
+
+class CallbackStates:
+    """What the callbacks save, each under its kind."""
+
+    def __init__(self, callbacks: Sequence[Callback], reporter: Reporter) -> None:
+        self._callbacks, self._reporter = callbacks, reporter
+
+    def state_dict(self) -> list[tuple[str, dict[str, Any]]]:
+        """Of each callback, in their order."""
+        return [(type(one).__qualname__, one.state_dict()) for one in self._callbacks]
+
+    def load_state_dict(self, states: list[tuple[str, dict[str, Any]]]) -> None:
+        """Give each callback the state of the first of its kind that no other has taken."""
+        left = list(states)
+        for callback in self._callbacks:
+            kind = type(callback).__qualname__
+            found = next((entry for entry in left if entry[0] == kind), None)
+            if found is not None:
+                left.remove(found)
+                callback.load_state_dict(found[1])
+        if lost := [kind for kind, saved in left if saved]:
+            self._reporter.emit(
+                Note(
+                    level="warning",
+                    message=f"the checkpoint holds the state of callbacks that this run does not "
+                    f"have: {', '.join(lost)}",
+                )
+            )
 
 
 def sign_of(mode: str) -> int:

@@ -23,7 +23,7 @@ from paceline.events import (
     RunStarted,
     StepDone,
 )
-from paceline.trainer.callbacks import sign_of, value_of
+from paceline.trainer.callbacks import CallbackStates, sign_of, value_of
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
 from paceline.trainer.reporting import Reporter
@@ -60,7 +60,7 @@ class Loop:
         self.checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.add("loop", self)
-            checkpoints.add("callbacks", _CallbackStates(self))
+            checkpoints.add("callbacks", CallbackStates(trainer.callbacks, reporter))
         self.started = time.perf_counter()
         self.epoch_loss, self.epoch_samples, self.epoch_seconds = 0.0, 0, 0.0
         self.last_metrics: dict[str, float] = {}
@@ -138,6 +138,8 @@ class Loop:
 
     def _step(self, batch: Any) -> StepResult:
         self._steps_run += 1
+        if self._steps_run == 2 and self.checkpoints is not None and self._saves_on_the_way():
+            self.checkpoints.reserve()  # the state has had its final size since the first step
         # The second: the first spreads the model and makes the optimizer's state.
         if not self.trainer.measure_memory or self._steps_run != 2:
             return self.engine.step(batch)
@@ -289,6 +291,10 @@ class Loop:
             self._report_saves()
         return agreed.request
 
+    def _saves_on_the_way(self) -> bool:
+        options = self.trainer.checkpoint
+        return bool(options.every or options.every_minutes or options.every_epoch)
+
     def _snapshot(self, checkpoints: Checkpoints) -> None:
         """Keep the state in memory; where there is no room, the run goes on without."""
         if self._snapshots_failed:
@@ -429,36 +435,6 @@ class Loop:
     def _each(self, method: str, *arguments: Any) -> None:
         for callback in self.trainer.callbacks:
             getattr(callback, method)(*arguments)
-
-
-class _CallbackStates:
-    """What the callbacks save, each under its kind."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-
-    def state_dict(self) -> list[tuple[str, dict[str, Any]]]:
-        """Of each callback, in their order."""
-        callbacks = self._loop.trainer.callbacks
-        return [(type(callback).__qualname__, callback.state_dict()) for callback in callbacks]
-
-    def load_state_dict(self, states: list[tuple[str, dict[str, Any]]]) -> None:
-        """Give each callback the state of the first of its kind that no other has taken."""
-        left = list(states)
-        for callback in self._loop.trainer.callbacks:
-            kind = type(callback).__qualname__
-            found = next((entry for entry in left if entry[0] == kind), None)
-            if found is not None:
-                left.remove(found)
-                callback.load_state_dict(found[1])
-        if lost := [kind for kind, saved in left if saved]:
-            self._loop.reporter.emit(
-                Note(
-                    level="warning",
-                    message=f"the checkpoint holds the state of callbacks that this run does not "
-                    f"have: {', '.join(lost)}",
-                )
-            )
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -19,27 +19,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.finding import find_checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.ladder import Rung, Tried, climb
-from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
 from paceline.checkpoint.memory.recall import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
 from paceline.checkpoint.memory.tier import MemoryTier
 from paceline.checkpoint.part import Part, RankState, whole_part
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.sharded.save import load
 from paceline.checkpoint.sharded.saver import Outcome, Saver
 from paceline.engine import Engine
-from paceline.engine.parts import OBJECT as ENGINE
 from paceline.engine.parts import as_part, empty_for
-from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError, is_damage
+from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError
 from paceline.events import Event, RestoreTried
 from paceline.trainer.options import Checkpointing
 from paceline.trainer.reporting import trouble
+from paceline.trainer.restoring import DoesNotFit, Opened, fill, first_problem, together
 from paceline.trainer.trees import is_large, put_together, take_apart
 from paceline.version import __version__
-from paceline.world import World, collectives, rng_state, set_rng_state
+from paceline.world import collectives, rng_state, set_rng_state
 
 T = TypeVar("T")
 OBJECTS = "user/"
@@ -177,6 +174,14 @@ class Checkpoints:
             )
         self._memory.snapshot(self.engine.steps_done, self._collect(), self._info("memory", {}))
 
+    def reserve(self) -> None:
+        """Get the memory for the copies now, so that the first save is as fast as any other.
+
+        Every rank calls it, after a step. Where there is no room, the save will tell.
+        """
+        with contextlib.suppress(CheckpointError):
+            self._saver.reserve(self._collect())
+
     @property
     def busy(self) -> bool:
         """Whether this rank is still writing."""
@@ -257,8 +262,8 @@ class Checkpoints:
         it, and all take the same.
         """
         try:
-            restored = climb(self._rungs(), self._tried, agree=_first_problem)
-        except _DoesNotFit as error:
+            restored = climb(self._rungs(), self._tried, agree=first_problem)
+        except DoesNotFit as error:
             raise error.reason from None
         if restored is None and (old := self._from_main(self.folder.old_format)):
             raise CheckpointError(
@@ -317,14 +322,14 @@ class Checkpoints:
         """Take over one checkpoint; raises CheckpointDamaged, on all ranks, if it is not whole."""
         checkpoint = find()
         try:
-            opened = _together(lambda: _Opened(checkpoint, self._wanted))
-            fill = functools.partial(_fill, self._world, checkpoint)
-            self.engine.parts.take(opened, fill)
-            self._restore_objects(opened, fill)
+            opened = together(lambda: Opened(checkpoint, self._wanted))
+            load = functools.partial(fill, self._world, checkpoint)
+            self.engine.parts.take(opened, load)
+            self._restore_objects(opened, load)
         except CheckpointDamaged:
             raise
         except CheckpointError as error:
-            raise _DoesNotFit(error) from error
+            raise DoesNotFit(error) from error
         finally:
             if isinstance(checkpoint, MemoryCheckpoint) and self.engine.after_spreading is None:
                 checkpoint.close()
@@ -337,7 +342,7 @@ class Checkpoints:
     def _wanted(self, name: str) -> bool:
         return not name.startswith(_RANDOM) or name == f"{_RANDOM}{self._world.rank}"
 
-    def _restore_objects(self, opened: _Opened, fill: Callable[[dict[str, Part]], None]) -> None:
+    def _restore_objects(self, opened: Opened, load: Callable[[dict[str, Part]], None]) -> None:
         tensors = opened.manifest.tensors
         found: dict[str, dict[str, Tensor]] = {}
         parts: dict[str, Part] = {}
@@ -353,7 +358,7 @@ class Checkpoints:
                 found[name][path] = empty_for(tensors[stored], like.get(path))
                 parts[stored] = as_part(found[name][path])
         if parts:
-            fill(parts)
+            load(parts)
         for name, own in found.items():
             self._stateful[name].load_state_dict(put_together(opened.read_object(name), own))
 
@@ -392,69 +397,6 @@ class Checkpoints:
         if failure is not None:
             raise CheckpointError(failure)
         return cast(T, result)
-
-
-def load_weights(engine: Engine, where: str | os.PathLike[str]) -> str:
-    """Give ``engine`` the weights of a checkpoint, and nothing else of it. Every rank calls it.
-
-    ``where`` is one checkpoint, or a run or a folder of checkpoints, of which the newest is taken;
-    a path or a URL. Returns the path of the one taken. Weights of another dtype are cast.
-    """
-    checkpoint = _together(lambda: find_checkpoint(where))
-    opened = _together(lambda: _Opened(checkpoint, lambda name: name == ENGINE))
-    fill = functools.partial(_fill, engine.world, checkpoint)
-    engine.parts.take(opened, fill, weights_only=True)
-    return checkpoint.path
-
-
-def _fill(world: World, checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
-    """Fill ``parts`` from ``checkpoint``; a collective that succeeds or fails on all ranks."""
-    if isinstance(checkpoint, MemoryCheckpoint):
-        checkpoint.load(parts)
-    else:
-        load(checkpoint, parts, world.background_group("checkpoint"))
-
-
-def _together(action: Callable[[], T]) -> T:
-    """Do it on every rank; where one fails, all do."""
-    failure, result = None, None
-    try:
-        result = action()
-    except CheckpointError as error:
-        failure = str(error), is_damage(error)
-    failures = [told for told in collectives.all_gather_object(failure) if told is not None]
-    if failures:
-        all_damage = all(damage for _, damage in failures)
-        raise (CheckpointDamaged if all_damage else CheckpointError)(failures[0][0])
-    assert result is not None
-    return result
-
-
-class _DoesNotFit(Exception):
-    """A checkpoint that is no good here for another reason than damage: no older one would do."""
-
-    def __init__(self, reason: CheckpointError) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
-
-
-def _first_problem(problem: str | None) -> str | None:
-    """What went wrong on any rank, given what did on this one. A collective."""
-    return next((told for told in collectives.all_gather_object(problem) if told), None)
-
-
-class _Opened:
-    """The manifest and the objects of a checkpoint, read and checked."""
-
-    def __init__(self, checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> None:
-        self.manifest: Manifest = checkpoint.manifest
-        self._objects = {
-            name: checkpoint.read_object(name) for name in self.manifest.objects if wanted(name)
-        }
-
-    def read_object(self, name: str) -> Any:
-        """One of the plain values that the checkpoint holds."""
-        return self._objects[name]
 
 
 def _is_apart(tensor: Tensor) -> bool:

@@ -31,7 +31,8 @@ from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
 from paceline.trainer.reporting import Reporter
-from paceline.trainer.saving import Checkpoints, Stateful, load_weights
+from paceline.trainer.restoring import load_weights
+from paceline.trainer.saving import Checkpoints, Stateful
 from paceline.trainer.stopping import STOP, StopRequests
 from paceline.world import World
 

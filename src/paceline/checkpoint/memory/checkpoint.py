@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.checkpoint import Checkpoint, memory_of, name_of
+from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.hashing import BlockHasher
 from paceline.checkpoint.manifest import Manifest, ObjectEntry
-from paceline.checkpoint.memory import meeting
 from paceline.checkpoint.memory.files import fetched_path
 from paceline.checkpoint.memory.nodes import Nodes
 from paceline.checkpoint.memory.open_files import OpenFiles
 from paceline.checkpoint.memory.recall_plan import Blocks, Transfer, needed, transfers
+from paceline.checkpoint.names import name_of
 from paceline.checkpoint.part import Part
+from paceline.checkpoint.sharded import meeting
 from paceline.checkpoint.sharded.save import load
 from paceline.checkpoint.storage.local import explained
 from paceline.errors import CheckpointError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.checkpoint.memory import meeting
+from paceline.checkpoint.sharded import meeting
 from paceline.checkpoint.storage.local import explained
 from paceline.errors import CheckpointError
 

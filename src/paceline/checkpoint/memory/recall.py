@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from paceline.checkpoint.blocks import file_damages
 from paceline.checkpoint.manifest import Manifest, TensorEntry
-from paceline.checkpoint.memory import meeting
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint, Source
 from paceline.checkpoint.memory.files import (
     OWN,
@@ -25,6 +24,7 @@ from paceline.checkpoint.memory.files import (
 from paceline.checkpoint.memory.nodes import Nodes, meet
 from paceline.checkpoint.memory.open_files import OpenFiles
 from paceline.checkpoint.memory.recall_plan import merged
+from paceline.checkpoint.sharded import meeting
 from paceline.errors import CheckpointError
 
 OWN_MEMORY, PARTNER_MEMORY = "own memory", "partner memory"

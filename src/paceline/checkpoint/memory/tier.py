@@ -22,7 +22,6 @@ from torch import Tensor
 from paceline.checkpoint.checkpoint import memory_of
 from paceline.checkpoint.hashing import hash_blocks
 from paceline.checkpoint.manifest import BLOCK, FileEntry, Manifest
-from paceline.checkpoint.memory import meeting
 from paceline.checkpoint.memory.background import Worker
 from paceline.checkpoint.memory.files import (
     COPY,
@@ -42,8 +41,10 @@ from paceline.checkpoint.memory.files import (
 from paceline.checkpoint.memory.nodes import Nodes, meet, partners
 from paceline.checkpoint.memory.partner import Copies, as_tensor
 from paceline.checkpoint.memory.segment import Segment, Slots
-from paceline.checkpoint.memory.share import Share, check_loadable, copy, object_texts, plan_share
 from paceline.checkpoint.part import RankState
+from paceline.checkpoint.sharded import meeting
+from paceline.checkpoint.sharded.share import Share, check_loadable, object_texts, plan_share
+from paceline.checkpoint.sharded.snapshot import copy_all
 from paceline.errors import CheckpointError
 
 
@@ -255,7 +256,7 @@ class MemoryTier:
         segment = self._own.spare
         segment.clear()
         segment.put_index(share.index)
-        copy(share.sources(state), self._views_of(segment, share))
+        copy_all(share.sources(state), self._views_of(segment, share))
         entries, size = share.place(objects)
         for name, entry in entries.items():
             segment.memory[entry.start : entry.start + entry.length] = as_tensor(objects[name])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from paceline.checkpoint.memory import meeting
-from paceline.checkpoint.memory.share import Share, plan_share
 from paceline.checkpoint.part import Part, RankState
+from paceline.checkpoint.sharded import meeting
+from paceline.checkpoint.sharded.share import Share, plan_share
 
 
 class OwnShare:

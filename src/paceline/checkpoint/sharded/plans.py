@@ -37,6 +37,7 @@ from paceline.errors import CheckpointError
 
 Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """The shapes and dtypes of whole tensors by name."""
+_ALIGNMENT = 64
 _SHOWN = 5
 
 
@@ -86,6 +87,11 @@ def bytes_of(item: WriteItem) -> int:
         assert item.bytes_io_data is not None
         return item.bytes_io_data.nbytes
     return box_of(item).size * item.tensor_data.properties.dtype.itemsize
+
+
+def aligned(at: int) -> int:
+    """The first byte from ``at`` on where a box may begin, to be mapped into memory."""
+    return at + -at % _ALIGNMENT
 
 
 def check_piece(name: str, part: Part, piece: Piece) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.part import Part, Piece, RankState
-from paceline.checkpoint.sharded.plans import check_piece
+from paceline.checkpoint.sharded.plans import aligned, check_piece
 from paceline.errors import CheckpointError
 
-_ALIGNMENT = 64
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
@@ -71,10 +70,10 @@ class Snapshot:
         objects = {name: _copied(name, value) for name, value in state.objects.items()}
         self._lay_out(state)
         # Nothing but copies from here on: other work between them would find the caches empty.
-        for source, target in zip(_pieces(state.tensors), _pieces(self._copies), strict=True):
-            target.tensor.copy_(source.tensor, non_blocking=True)
-        for device in {p.tensor.device for p in _pieces(state.tensors) if p.tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        copy_all(
+            [piece.tensor for piece in _pieces(state.tensors)],
+            [piece.tensor for piece in _pieces(self._copies)],
+        )
         return RankState(dict(self._copies), objects)
 
     def free(self) -> None:
@@ -87,7 +86,7 @@ class Snapshot:
 
     def _lay_out(self, state: RankState) -> None:
         """Have a place in the buffer for every piece of ``state``; they serve until it changes."""
-        structure = _structure(state)
+        structure = state.structure()
         if structure == self._structure:
             return
         for name, part in state.tensors.items():
@@ -106,25 +105,17 @@ class Snapshot:
         self._structure = structure
 
 
+def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy each source to its target; done when it returns, on whichever device they were."""
+    with torch.no_grad():
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=True)
+    for device in {source.device for source in sources if source.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
 def _pieces(tensors: Mapping[str, Part]) -> list[Piece]:
     return [piece for part in tensors.values() for piece in part.pieces]
-
-
-def _structure(state: RankState) -> list[Any]:
-    """All that a layout of the buffer, and whether a piece is in order, depend on."""
-    return [
-        (
-            name,
-            part.shape,
-            part.dtype,
-            [
-                (p.box, t.shape, t.dtype, t.device, t.layout, type(t))
-                for p in part.pieces
-                for t in (p.tensor,)
-            ],
-        )
-        for name, part in state.tensors.items()
-    ]
 
 
 def _on_cuda(state: RankState) -> bool:
@@ -132,8 +123,7 @@ def _on_cuda(state: RankState) -> bool:
 
 
 def _room(tensor: Tensor) -> int:
-    size = tensor.numel() * tensor.element_size()
-    return size + -size % _ALIGNMENT
+    return aligned(tensor.numel() * tensor.element_size())
 
 
 def _copied(name: str, value: object) -> object:

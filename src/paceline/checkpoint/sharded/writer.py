@@ -25,13 +25,10 @@ from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.hashing import BlockHasher, hashed
 from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.sharded.plans import Tensors, box_of, bytes_of, flat
+from paceline.checkpoint.sharded.plans import Tensors, aligned, box_of, bytes_of, flat
 from paceline.checkpoint.sharded.together import travelling
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError
-
-ALIGNMENT = 64
-"""Every piece begins at a multiple of this, so that it can be mapped into memory as any dtype."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +219,7 @@ def _placed(items: Sequence[WriteItem]) -> Iterator[tuple[WriteItem, int]]:
     start = 0
     for item in items:
         yield item, start
-        start += bytes_of(item)
-        start += -start % ALIGNMENT
+        start = aligned(start + bytes_of(item))
 
 
 def _chunks(placed: Sequence[tuple[WriteItem, int]], planner: SavePlanner) -> Iterator[memoryview]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.memory import meeting
 from paceline.checkpoint.part import RankState
+from paceline.checkpoint.sharded import meeting
 from paceline.checkpoint.sharded.planner import StateSavePlanner, object_bytes
-from paceline.checkpoint.sharded.plans import box_of, bytes_of
-from paceline.checkpoint.sharded.writer import ALIGNMENT
+from paceline.checkpoint.sharded.plans import aligned, box_of, bytes_of
 from paceline.errors import CheckpointError
 
 
@@ -27,7 +25,7 @@ class Share:
     """
 
     def __init__(self, state: RankState, items: Sequence[WriteItem], file: str) -> None:
-        self._structure = _structure(state)
+        self._structure = [*state.structure(), *state.objects]
         self._file = file
         self._sources: list[tuple[str, int]] = []
         self._places: list[tuple[int, int, torch.dtype, tuple[int, ...]]] = []
@@ -37,7 +35,7 @@ class Share:
             if item.tensor_data is None:
                 continue  # objects change their size from step to step: they come last
             name, box, length = item.index.fqn, box_of(item), bytes_of(item)
-            part, start = state.tensors[name], _aligned(end)
+            part, start = state.tensors[name], aligned(end)
             boxes = [piece.box for piece in part.pieces]
             self._sources.append((name, boxes.index(box)))
             self._places.append((start, length, part.dtype, box.shape))
@@ -51,7 +49,7 @@ class Share:
 
     def fits(self, state: RankState) -> bool:
         """Whether ``state`` has the names, shapes, dtypes and boxes that this share is of."""
-        return _structure(state) == self._structure
+        return [*state.structure(), *state.objects] == self._structure
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """Where in ``memory`` each box goes."""
@@ -69,7 +67,7 @@ class Share:
         entries: dict[str, ObjectEntry] = {}
         end = self.tensors_end
         for name, data in objects.items():
-            start = _aligned(end)
+            start = aligned(end)
             entries[name] = ObjectEntry(self._file, start, len(data))
             end = start + len(data)
         return entries, end
@@ -92,15 +90,6 @@ def plan_share(
     if isinstance(answer, str):
         return None, answer
     return Share(state, planner.finish_plan(answer).items, file), None
-
-
-def copy(sources: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-    """Copy every source to its view; done when it returns, on whichever device they were."""
-    with torch.no_grad():
-        for source, view in zip(sources, views, strict=True):
-            view.copy_(source, non_blocking=True)
-    for device in {source.device for source in sources if source.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
 
 
 def object_texts(objects: Mapping[str, object]) -> tuple[dict[str, bytes], str | None]:
@@ -148,26 +137,8 @@ def _share_out(
     return [problem] * len(given)
 
 
-def _structure(state: RankState) -> list[Any]:
-    tensors: list[Any] = [
-        (
-            name,
-            part.shape,
-            part.dtype,
-            # Of the tensors too: a copy would broadcast or convert one that does not fit its box.
-            [(p.box, p.tensor.shape, p.tensor.dtype, p.tensor.is_cuda) for p in part.pieces],
-        )
-        for name, part in state.tensors.items()
-    ]
-    return [*tensors, *state.objects]
-
-
 def _entries(state: RankState, stored: Mapping[str, list[Stored]]) -> dict[str, TensorEntry]:
     return {
         name: TensorEntry(part.shape, str(part.dtype).removeprefix("torch."), tuple(stored[name]))
         for name, part in state.tensors.items()
     }
-
-
-def _aligned(at: int) -> int:
-    return at + -at % ALIGNMENT

@@ -1,0 +1,84 @@
+"""Taking over a checkpoint, on all ranks or on none."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.finding import find_checkpoint
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
+from paceline.checkpoint.part import Part
+from paceline.checkpoint.sharded.save import load
+from paceline.engine import Engine
+from paceline.engine.parts import OBJECT as ENGINE
+from paceline.errors import CheckpointDamaged, CheckpointError, is_damage
+from paceline.world import World, collectives
+
+T = TypeVar("T")
+
+
+def load_weights(engine: Engine, where: str | os.PathLike[str]) -> str:
+    """Give ``engine`` the weights of a checkpoint, and nothing else of it. Every rank calls it.
+
+    ``where`` is one checkpoint, or a run or a folder of checkpoints, of which the newest is taken;
+    a path or a URL. Returns the path of the one taken. Weights of another dtype are cast.
+    """
+    checkpoint = together(lambda: find_checkpoint(where))
+    opened = together(lambda: Opened(checkpoint, lambda name: name == ENGINE))
+    fill_parts = functools.partial(fill, engine.world, checkpoint)
+    engine.parts.take(opened, fill_parts, weights_only=True)
+    return checkpoint.path
+
+
+def fill(world: World, checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
+    """Fill ``parts`` from ``checkpoint``; a collective that succeeds or fails on all ranks."""
+    if isinstance(checkpoint, MemoryCheckpoint):
+        checkpoint.load(parts)
+    else:
+        load(checkpoint, parts, world.background_group("checkpoint"))
+
+
+def together(action: Callable[[], T]) -> T:
+    """Do it on every rank; where one fails, all do."""
+    failure, result = None, None
+    try:
+        result = action()
+    except CheckpointError as error:
+        failure = str(error), is_damage(error)
+    failures = [told for told in collectives.all_gather_object(failure) if told is not None]
+    if failures:
+        all_damage = all(damage for _, damage in failures)
+        raise (CheckpointDamaged if all_damage else CheckpointError)(failures[0][0])
+    assert result is not None
+    return result
+
+
+class DoesNotFit(Exception):
+    """A checkpoint that is no good here for another reason than damage: no older one would do."""
+
+    def __init__(self, reason: CheckpointError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def first_problem(problem: str | None) -> str | None:
+    """What went wrong on any rank, given what did on this one. A collective."""
+    return next((told for told in collectives.all_gather_object(problem) if told), None)
+
+
+class Opened:
+    """The manifest and the objects of a checkpoint, read and checked."""
+
+    def __init__(self, checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> None:
+        self.manifest: Manifest = checkpoint.manifest
+        self._objects = {
+            name: checkpoint.read_object(name) for name in self.manifest.objects if wanted(name)
+        }
+
+    def read_object(self, name: str) -> Any:
+        """One of the plain values that the checkpoint holds."""
+        return self._objects[name]
