@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+from paceline.launch import guard
 from paceline.launch.guard import Guard, end_groups, is_running, running_members
 
 STUBBORN = """
@@ -19,6 +20,7 @@ time.sleep(600)
 
 KILLED_LAUNCHER = f"""
 import os, signal, subprocess, sys
+from paceline.launch import guard
 from paceline.launch.guard import Guard
 guard = Guard()
 rank = subprocess.Popen([sys.executable, "-S", "-c", {STUBBORN!r}], start_new_session=True,
@@ -76,4 +78,18 @@ def test_guard_leaves_forgotten_groups_alone() -> None:
     assert len(running_members([process.pid])) == 2
     end_groups([process.pid], patience=0.0)
     process.wait()
+    wait_until_gone(process.pid)
+
+
+def test_guard_hears_what_a_launcher_said_before_the_guard_was_up() -> None:
+    """A launcher may die before the interpreter of its guard has started."""
+    process = stubborn_group()
+    told = subprocess.run(
+        [sys.executable, "-I", "-S", guard.__file__, "1"],  # not its parent: dead, to the guard
+        input=f"+{process.pid}\n".encode(),
+        check=False,
+        timeout=60,
+    )
+    assert told.returncode == 0
+    assert process.wait(timeout=30) == -signal.SIGKILL
     wait_until_gone(process.pid)

@@ -105,16 +105,20 @@ def _keep_guard(launcher: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     watched: set[int] = set()
     pending = b""
-    # A fork of the launcher may hold the pipe open after its death: so look at the parent as well.
-    while os.getppid() == launcher:
-        if not select.select([0], [], [], _CHECK_SECONDS)[0]:
-            continue
-        chunk = os.read(0, 65536)
-        if not chunk:
+    while True:
+        # A fork of the launcher may hold the pipe open after its death: so look at the parent as
+        # well. The look comes before the read: what a launcher said just before its death is read.
+        launcher_lives = os.getppid() == launcher
+        if select.select([0], [], [], _CHECK_SECONDS if launcher_lives else 0)[0]:
+            chunk = os.read(0, 65536)
+        else:
+            chunk = None
+        if chunk:
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                (watched.add if line[:1] == b"+" else watched.discard)(int(line[1:]))
+        elif chunk == b"" or not launcher_lives:
             break
-        *lines, pending = (pending + chunk).split(b"\n")
-        for line in lines:
-            (watched.add if line[:1] == b"+" else watched.discard)(int(line[1:]))
     end_groups(watched)
 
 
