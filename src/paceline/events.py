@@ -56,10 +56,17 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksStarted(Event):
-    """The launcher brought up its processes; ``attempt`` counts restarts from 0."""
+    """The launcher brought up its processes; ``attempt`` counts starts from 0.
+
+    ``nproc`` ranks on the launcher's own node; ``world_size`` over all ``nodes`` (host names in
+    the order of their ranks), of which ``idle`` stand by because the layout has no place for them.
+    """
 
     nproc: int
     attempt: int = 0
+    world_size: int = 0
+    nodes: list[str] = field(default_factory=list)
+    idle: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +218,115 @@ class RunFailed(Event):
     exit_code: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankLost(Event):
+    """A rank ended before its time, the first of its world to do so; the run may yet go on.
+
+    ``cause`` is ``failed`` (it raised, exited or was killed), ``hang`` or ``node`` (its node gave
+    no sign of life any more; ``rank`` is then the first one there). ``step`` is the last one done.
+    """
+
+    rank: int
+    host: str
+    cause: str
+    error: str
+    exit_code: int | None
+    step: int | None
+    log: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarting(Event):
+    """The ranks are started again, after ``delay`` seconds.
+
+    ``reason`` is ``failure``, ``hang``, ``preemption`` (a node was told to leave), ``node_lost``
+    or ``node_joined``; ``used`` of ``budget`` restarts for such a reason are used (``budget`` is
+    ``None`` where it has none).
+    """
+
+    reason: str
+    detail: str
+    delay: float = 0.0
+    used: int = 0
+    budget: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaveUp(Event):
+    """No further restart: ``reason`` says which rule ended it, and names the failure."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLeft(Event):
+    """A node is no longer part of the world; ``reason`` is ``lost``, ``preempted`` or ``ended``."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJoined(Event):
+    """A node became part of a world that had formed without it."""
+
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangFound(Event):
+    """The run has not moved for ``seconds``: who is missing, from what, and where it is instead.
+
+    ``what`` is the kind of hang (see ``paceline.diagnose``), ``ranks`` are those to blame,
+    ``summary`` is one line, ``detail`` the whole report: every rank's collective and the Python
+    stack of each missing rank. ``action`` is what follows: ``wait``, ``restart`` or ``stop``.
+    """
+
+    step: int | None
+    seconds: float
+    what: str
+    ranks: list[int]
+    summary: str
+    detail: str
+    action: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangOver(Event):
+    """A run that had been reported as standing still moves again, by itself."""
+
+    step: int | None
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSplit(Event):
+    """Where the time of the ``steps`` steps up to ``step`` went, in mean seconds by rank.
+
+    ``phases`` maps data, forward, backward, waiting, optimizer and other to one number a rank.
+    """
+
+    step: int
+    steps: int
+    phases: dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler(Event):
+    """A rank for which the others wait: ``costs`` seconds of every step, ``share`` of its time.
+
+    ``phase`` is where it is slow, ``factor`` how much slower than the median of the other ranks.
+    """
+
+    step: int
+    rank: int
+    host: str
+    phase: str
+    factor: float
+    costs: float
+    share: float
+
+
 class EventLog:
     """Appends events to ``<folder>/events.jsonl``, one unbuffered write a line.
 
@@ -265,4 +381,6 @@ def _plain(value: Any) -> Any:
 def _numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _numbers(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_numbers(v) for v in value]
     return float(value) if value in ("nan", "inf", "-inf") else value

@@ -63,6 +63,23 @@ def _layout(value: str) -> str:
     return value
 
 
+def node_range(value: int | str) -> tuple[int, int]:
+    """The least and the most machines that ``2`` or ``"1:4"`` stands for."""
+    least, colon, most = str(value).strip().partition(":")
+    try:
+        low, high = int(least), int(most if colon else least)
+    except ValueError:
+        low = high = 0
+    if not 1 <= low <= high:
+        raise ValueError(f"{value!r} is neither a number of machines nor least:most, like '1:4'")
+    return low, high
+
+
+def _nodes(value: int | str) -> int | str:
+    low, high = node_range(value)
+    return low if low == high else f"{low}:{high}"
+
+
 def _name(value: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
         return value
@@ -95,6 +112,7 @@ def _plain(value: Any, path: str = "") -> Any:
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 OptimizerName = Annotated[str, AfterValidator(_optimizer_name)]
 LayoutText = Annotated[str, AfterValidator(_layout)]
+Nodes = Annotated[int | str, AfterValidator(_nodes)]
 RunName = Annotated[str, AfterValidator(_name)]
 Args = Annotated[dict[str, Any], AfterValidator(_plain)]
 Positive = Annotated[int, Field(ge=1)]

@@ -23,6 +23,7 @@ from paceline.config.fields import (
     Args,
     ImportPath,
     LayoutText,
+    Nodes,
     OptimizerName,
     Positive,
     RunName,
@@ -311,8 +312,44 @@ class Launch(Section):
         description="Number of ranks; auto: as many as the layout says, else one per GPU, "
         "else 2 on a machine without GPUs.",
     )
+    nnodes: Nodes = Field(
+        default=1,
+        description="Number of machines, or least:most like '1:4': the run goes on with those "
+        "that are there.",
+    )
+    rdzv: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where machines meet, HOST:PORT; further ones after commas stand in for the "
+        "first. Needed for more than one machine.",
+    )
     max_restarts: int = Field(
-        default=0, ge=0, description="How often a failed run is started again from its checkpoint."
+        default=3, ge=0, description="How often a run that failed is started again by itself."
+    )
+    max_preemptions: int | None = Field(
+        default=None,
+        ge=0,
+        description="How often machines may be taken from the run; null: as often as they are.",
+    )
+    backoff: float = Field(
+        default=1.0,
+        ge=0,
+        description="Seconds before the second restart in a row; doubles with each further one.",
+    )
+    shrink: Literal["allow", "wait"] = Field(
+        default="allow",
+        description="With fewer ranks than the layout has places: train with fewer data-parallel "
+        "ranks, or wait for machines.",
+    )
+    node_timeout: float = Field(
+        default=10.0, gt=1, description="Seconds without a sign of life until a machine is lost."
+    )
+    rejoin_timeout: float = Field(
+        default=600.0, gt=0, description="Seconds to wait for enough machines to go on with."
+    )
+    standby: bool = Field(
+        default=True,
+        description="Keep started processes ready beside the ranks, so that a restart is quick.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where there is a GPU, else cpu."
@@ -324,6 +361,21 @@ class Launch(Section):
     )
     timeout: float = Field(
         default=600.0, gt=0, description="Seconds a rank waits for the others before giving up."
+    )
+
+
+class Hangs(Section):
+    """What is done about a run that does not move; see docs/guides/hangs.md."""
+
+    after: float | None = Field(
+        default=60.0,
+        gt=0,
+        description="Report a run that has not moved for this many seconds (or for three times "
+        "its longest step, where that is more); null: never.",
+    )
+    action: Literal["restart", "stop", "wait"] = Field(
+        default="restart",
+        description="What to do when it has not moved for twice that long either.",
     )
 
 
@@ -349,6 +401,11 @@ class Track(Section):
     progress: bool = Field(default=True, description="Progress bar, or lines off a terminal.")
     memory: bool = Field(
         default=False, description="Measure the second step: the bytes on each rank, as an event."
+    )
+    split_every: Positive | None = Field(
+        default=50,
+        description="Every this many steps: where each rank's time went, and who is slow, as "
+        "events; null: never.",
     )
     tensorboard: bool = Field(default=False, description="Write TensorBoard files.")
     mlflow: Annotated[Mlflow | None, BeforeValidator(_mlflow)] = Field(
@@ -403,6 +460,7 @@ class Config(Section):
     compile: bool = Field(default=False, description="Compile the model with torch.compile.")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="What is saved and kept.")
     launch: Launch = Field(default=Launch(), description="Where the ranks run.")
+    hangs: Hangs = Field(default=Hangs(), description="What is done about a run that stands still.")
     track: Track = Field(default=Track(), description="Who listens to the run.")
 
     _sources: Sources = PrivateAttr(default_factory=Sources)

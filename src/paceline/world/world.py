@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.diagnose.pulse import Pulse
 from paceline.errors import CollectiveMismatch, WorldError
 from paceline.launch.environment import Environment, read_environment
 from paceline.layout import Layout
@@ -76,6 +77,8 @@ class World:
         self.layout: Layout | None = None
         self._meshes: dict[Layout, DeviceMesh] = {}
         self._background: dict[str, dist.ProcessGroup] = {}
+        self.pulse = Pulse()
+        """Where this rank is: marked by engine and trainer, read by the watch for hangs."""
         self._closed = False
         self._barriers = 0
         self.everyone = self._make_group(tuple(range(self.size)))
