@@ -71,4 +71,3 @@ class Pulse:
         self.enter(self.phase)
         spent, self.spent = self.spent, {}
         return spent
-
