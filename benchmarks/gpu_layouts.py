@@ -186,7 +186,7 @@ def run_offloaded(sizes: dict[str, int], layout: str, sharding: Any, batch: Any)
         made = paceline.Engine(
             model,
             loss=token_cross_entropy,
-            optimizer=torch.optim.AdamW(model.parameters(), lr=3e-4),
+            optimizer=torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True),
             layout=layout,
             precision="bf16",
             sharding=sharding,

@@ -38,7 +38,7 @@ def stall_of_a_step(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=options.root) as root:
         folder = Path(root)
         checkpoints = Checkpoints(folder / "own", engine, options=paceline.Checkpointing(keep=1))
-        for _ in range(options.repeats + 1):
+        for turn in range(options.repeats + 1):
             step()
             stalls["Paceline"].append(_timed(checkpoints.save))
             while checkpoints.busy:
@@ -53,6 +53,8 @@ def stall_of_a_step(options: argparse.Namespace) -> None:
                 during["dcp.async_save"].append(_timed(step))
             future.result()
             shutil.rmtree(folder / "dcp")
+            last = ", ".join(f"{name} {values[-1]:.3f} s" for name, values in stalls.items())
+            report.console.print(f"turn {turn} of {options.repeats}: {last}")
         size = checkpoints.folder.checkpoints()[-1].manifest.size
         checkpoints.close()
     stalls = {name: values[1:] for name, values in stalls.items()}  # the first pinned the memory
@@ -62,7 +64,8 @@ def stall_of_a_step(options: argparse.Namespace) -> None:
 def _engine(options: argparse.Namespace) -> tuple[paceline.Engine, Any]:
     torch.manual_seed(0)
     heads = max(options.width // 128, 1)
-    model = GPT(VOCAB, CONTEXT, options.layers, heads=heads, width=options.width).to("cuda")
+    with torch.device("cuda"):
+        model = GPT(VOCAB, CONTEXT, options.layers, heads=heads, width=options.width)
     engine = paceline.Engine(
         model,
         loss=token_cross_entropy,

@@ -24,7 +24,7 @@ class Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch: Any, items: int = 0) -> Any:
         from paceline.parallel.term import Term
 
         inputs, targets = batch

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
@@ -21,6 +24,7 @@ def test_the_stage_has_the_methods_that_are_overridden() -> None:
         "backward_one_chunk": ["bwd_chunk_id", "loss", "full_backward", "last_backward"],
         "backward_weight_one_chunk": ["bwd_chunk_id", "last_backward"],
         "backward_maybe_with_nosync": ["backward_type", "bwd_kwargs", "last_backward"],
+        "_get_init_p2p_neighbors_ops": [],
     }.items():
         found = [*inspect.signature(getattr(PipelineStage, name)).parameters][1:]
         assert found[: len(parameters)] == parameters, (name, torch.__version__)
@@ -67,4 +71,37 @@ def test_a_split_backward_gives_the_gradients_of_a_whole_one() -> None:
     rest.run()
     got = [found[0], *(p.grad for p in (a, b, c, shared))]
     for value, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-14)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] * weight, grads[0] * x
+
+
+@pytest.mark.parametrize("top", ["on top", "below a Function", "below a node of torch's own"])
+def test_a_function_of_the_users_own_outlives_the_graph_above_it(top: str) -> None:
+    # Such a node is owned by the graph above it, which the first half lets go of.
+    a, b = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def compute() -> torch.Tensor:
+        y = Scaled.apply(x.tanh(), a)
+        if top == "below a Function":
+            y = Scaled.apply(y, b)
+        return y if top == "on top" else y.square()
+
+    ones = torch.ones(4, dtype=torch.float64)
+    expected = torch.autograd.grad(compute(), [x, a, b], ones, allow_unused=True)
+    found, rest = backward_inputs([compute()], [ones], [x])
+    gc.collect()
+    rest.run()
+    for value, wanted in zip([found[0], a.grad, b.grad], expected, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-14)

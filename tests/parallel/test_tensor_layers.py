@@ -74,8 +74,9 @@ def test_packed_tensors_are_cut_and_put_together_in_their_own_order(ranks):
             split = wrap(local, mesh, placement(dim, chunks), full.shape)
             assert torch.equal(full_tensor(split), full)
             assert torch.equal(plain(split), full)
-            # torch's own reading of its private placement, as of 2.13.
-            assert torch.equal(split.full_tensor(), full)
+            # torch's own reading of its private placement; 2.11 takes one of FSDP's alone.
+            if torch.__version__ >= (2, 13):
+                assert torch.equal(split.full_tensor(), full)
             assert torch.equal(local_of(full * 2, split), local * 2)
         uneven = wrap(cut(full[:5], mesh, 0), mesh, Shard(0), full[:5].shape)
         assert torch.equal(full_tensor(uneven), full[:5])

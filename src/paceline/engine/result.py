@@ -18,7 +18,9 @@ class Numbers:
     """
 
     def __init__(self, sums: Tensor, norm: Tensor | None) -> None:
-        values = sums if norm is None else torch.cat([sums, norm.double().reshape(1)])
+        values = sums
+        if norm is not None:  # on the CPU, where offloaded parameters have their gradients
+            values = torch.cat([sums, norm.to(sums).reshape(1)])
         self._host = values.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if values.is_cuda else None
         if self._arrived is not None:

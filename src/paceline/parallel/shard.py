@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 
 from paceline.errors import LayoutError, TrainingError
 from paceline.parallel.shard_dtype import LOW, cast_inputs, cast_result, map_tensors
-from paceline.parallel.shard_reduce import ExchangeAndSum
+from paceline.parallel.shard_reduce import ExchangeAndSum, Gather
 from paceline.parallel.shard_scalars import Scalars
 from paceline.parallel.shard_units import UnitRule, find_units
 from paceline.parallel.shard_unused import Slot, Usage, tensors_in
@@ -263,6 +263,7 @@ class Sharded:
         if on_cpu and backend_by_device(self.mesh.get_group(0)).get("cpu") == "gloo":
             for unit in self._units:
                 unit.set_custom_reduce_scatter(ExchangeAndSum())  # type: ignore[arg-type]
+                unit.set_custom_all_gather(Gather())  # type: ignore[arg-type]
 
     def communicate(self, *, last: bool, counts: bool = True) -> None:
         """Call before each microbatch's forward; ``last`` says whether it ends the step.

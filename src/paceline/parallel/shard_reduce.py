@@ -1,4 +1,4 @@
-"""Summing gradients over ranks so that each keeps its own piece, on Gloo."""
+"""What sharded ranks send each other, on Gloo: pieces put together, and gradients summed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from paceline.world import World
+
+# torch 2.13 renamed it, and warns about the old name.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Gather:
+    """An all-gather that tells the pulse that this rank waits; to be given to FSDP.
+
+    On the CPU FSDP's all-gathers return when they are through.
+    """
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Memory for FSDP to put the pieces in, or the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` with the pieces of all ranks of ``group``."""
+        with World.current().pulse.during("waiting"):
+            return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class ExchangeAndSum:
@@ -33,7 +62,8 @@ class ExchangeAndSum:
     ) -> None:
         """Fill ``output_tensor`` with this rank's piece of the sum or the mean over ``group``."""
         arrived = torch.empty_like(input_tensor)
-        dist.all_to_all_single(arrived, input_tensor, group=group)
+        with World.current().pulse.during("waiting"):
+            dist.all_to_all_single(arrived, input_tensor, group=group)
         torch.sum(arrived.view(group.size(), -1), dim=0, out=output_tensor)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())

@@ -28,14 +28,15 @@ class _Component:
 class WeightHalf:
     """What the second half needs of the first."""
 
-    def __init__(self, components: list[_Component]) -> None:
+    def __init__(self, components: list[_Component], owners: Sequence[Node] = ()) -> None:
         self._components = components
+        self._owners = owners
 
     def run(self) -> None:
         """Add to the gradients of the parameters."""
         for component in self._components:
             _weight_gradients(component)
-        self._components = []
+        self._components, self._owners = [], ()
 
 
 def backward_inputs(
@@ -46,7 +47,8 @@ def backward_inputs(
     roots = [output for _, output in used]
     given = [torch.ones_like(o) if gradients is None else gradients[i] for i, o in used]
     wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-    components = _find_components(roots, wanted)
+    order = _children_first([node for node in map(_node_of, roots) if node is not None])
+    components = _find_components(order, roots, wanted)
     if components is None:  # the loss does not depend on the inputs: there is nothing to put off
         torch.autograd.backward(roots, given)
         return (None,) * len(inputs), WeightHalf([])
@@ -60,10 +62,11 @@ def backward_inputs(
     finally:
         for handle in handles:
             handle.remove()
+    owners = _owners(order, roots, components)
     for output in outputs:
         output.detach_()  # lets go of what only the inputs' gradients needed
     by_input = {id(value): gradient for value, gradient in zip(wanted, found, strict=True)}
-    return tuple(by_input.get(id(value)) for value in inputs), WeightHalf(components)
+    return tuple(by_input.get(id(value)) for value in inputs), WeightHalf(components, owners)
 
 
 def _keeper(component: _Component, node: Node) -> Any:
@@ -100,10 +103,11 @@ def _weight_gradients(component: _Component) -> None:
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
-def _find_components(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[_Component] | None:
+def _find_components(
+    order: Sequence[Node], roots: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> list[_Component] | None:
     """The parameters in groups that can be treated alone; ``None`` if no input is reached."""
     tops = [node for node in map(_node_of, roots) if node is not None]
-    order = _children_first(tops)
     input_nodes = {_node_of(value) for value in inputs}
     to_input: set[Node] = set()
     to_weight: set[Node] = set()
@@ -132,6 +136,34 @@ def _find_components(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[
         if _is_weight(node, input_nodes):
             component.leaves.append(node)
     return [c for c in components.values() if c.leaves and c.sources]
+
+
+def _owners(
+    order: Sequence[Node], roots: Sequence[Tensor], components: Sequence[_Component]
+) -> list[Node]:
+    """Nodes to hold so that all sources stay.
+
+    In torch 2.11 the node of a ``torch.autograd.Function`` goes with the graph above it, whoever
+    holds its Python object: one of C++ has to be held, as near above it as there is one.
+    """
+    lost = {node for c in components for node in c.sources if _is_python(node)}
+    owners: list[Node] = []
+    for node in order:
+        held = [child for child, _ in node.next_functions if child in lost]
+        if not held:
+            continue
+        lost.difference_update(held)
+        if _is_python(node):
+            lost.add(node)
+        else:
+            owners.append(node)
+    with torch.enable_grad():
+        above = [root.view_as(root).grad_fn for root in roots if root.grad_fn in lost]
+    return owners + [node for node in above if node is not None]
+
+
+def _is_python(node: Node) -> bool:
+    return isinstance(node, torch._C._FunctionBase)
 
 
 def _is_weight(node: Node, input_nodes: set[Node | None]) -> bool:

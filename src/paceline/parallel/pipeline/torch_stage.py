@@ -27,6 +27,7 @@ from torch.distributed.pipelining import (
 )
 
 from paceline.parallel.pipeline.split_backward import backward_inputs
+from paceline.world import World
 
 Wire = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a value on its way."""
@@ -104,9 +105,19 @@ class Stage(PipelineStage):
             self._allocate(self.grad_recv_info[bwd_chunk_id], self._outgoing[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        """What ranks send each other ahead of the first step, to be connected.
+
+        torch 2.11 does so on every backend, and Gloo refuses a message of a rank to itself, which
+        neighbouring stages on one rank would be.
+        """
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a microbatch forward."""
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with World.current().pulse.during("forward"):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._live.add()
         return output
 
@@ -118,13 +129,15 @@ class Stage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         """Run a microbatch backward, or the half of it that the stage before waits for."""
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with World.current().pulse.during("backward"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._finish(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run the other half."""
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with World.current().pulse.during("backward"):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._finish(bwd_chunk_id)
 
     def backward_maybe_with_nosync(
