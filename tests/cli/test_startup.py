@@ -53,6 +53,13 @@ def test_listing_checkpoints_loads_no_torch(tmp_path: Path) -> None:
     assert loaded & {"torch", "numpy"} == set()
 
 
+def test_telling_what_happened_in_a_run_loads_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"kind": "Note", "message": "hello"}\n')
+    printed, loaded = run(LOADED_AFTER.format(arguments=["diagnose", str(tmp_path)]))
+    assert "is running" in printed, "its record has no end, and is a moment old"
+    assert loaded & {"torch", "numpy", "rich", "yaml"} == set()
+
+
 def test_import_paceline_loads_nothing_but_python() -> None:
     code = (
         "import sys; before = set(sys.modules); import paceline; import json; "

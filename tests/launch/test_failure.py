@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.failure import RankExit, culprit, explain, log_tail
+from paceline.launch.failure import RankExit, culprit, ending_of, explain, log_tail
 
 
 def rank_exit(rank: int, *, code: int = 1, time: float = 0.0, **more: object) -> RankExit:
@@ -102,3 +102,39 @@ def test_rank_0_is_not_repeated_when_the_console_has_shown_it(tmp_path: Path) ->
 def test_a_peer_that_left_early_is_named() -> None:
     lost = rank_exit(0, traceback="T", summary="RuntimeError: gone", lost_peer=True)
     assert "Already finished by then: rank 1." in str(explain([lost], nproc=2, finished=[1]))
+
+
+def test_why_there_is_no_restart_is_said_before_the_log() -> None:
+    failed = rank_exit(1, traceback="T", summary="ValueError: bad")
+    error = explain([failed], nproc=4, host="node-b", no_restart="it came twice")
+    assert str(error) == (
+        "Rank 1 of 4 on node-b failed: ValueError: bad\n\nT\n\n"
+        "Not started again: it came twice.\n\nIts whole log: rank1.log"
+    )
+
+
+@pytest.mark.parametrize(
+    ("exit_", "raised", "mistake", "killed"),
+    [
+        (rank_exit(0, summary="E: x", types=("app.E", "builtins.Exception")), "E", False, False),
+        (
+            rank_exit(0, summary="E: x", types=("app.E", "paceline.errors.DataError")),
+            "E",
+            True,
+            False,
+        ),
+        (rank_exit(0, code=3, types=("builtins.SystemExit",)), "", True, False),
+        (rank_exit(0, code=3), "", False, False),
+        (rank_exit(0, code=-9), "", False, True),
+        (rank_exit(0, code=-11), "", False, False),
+        (rank_exit(0, code=-2), "", True, False),
+        (rank_exit(0, code=130), "", True, False),
+    ],
+)
+def test_what_a_failure_means_for_a_restart(
+    exit_: RankExit, raised: str, mistake: bool, killed: bool
+) -> None:
+    ending = ending_of(exit_, step=4, moved=True, seconds=1.5)
+    assert (ending.kind, ending.step, ending.moved, ending.seconds) == ("failure", 4, True, 1.5)
+    assert ending.error == exit_.reason
+    assert (ending.raised, ending.users_mistake, ending.killed) == (raised, mistake, killed)

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LaunchError, RankFailed
-from paceline.events import Note, RanksStarted, RunFailed, read
+from paceline.events import RankLost, RanksStarted, Restarting, RunFailed, read
 from paceline.launch import agent
 from paceline.launch.local import LocalJob, call, launch
+from paceline.launch.policy import Limits
+from paceline.launch.rounds import LocalRendezvous
 
 
 def write(path: Path, text: str) -> Path:
@@ -71,10 +73,14 @@ def test_a_script_on_two_ranks_launched_from_a_thread(
 FLAKY = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
+from paceline.events import EventLog, StepDone
 dist.init_process_group("gloo")
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 print("attempt", attempt)
 value = torch.ones(1)
+if rank == 0:
+    log = EventLog(sys.argv[1])
+    log.write(StepDone(step=attempt + 1, epoch=0, loss=1.0, lr=0.1, samples=8, seconds=0.1))
 dist.all_reduce(value)
 if rank == 1 and attempt == 0:
     raise ValueError("bad luck")
@@ -91,10 +97,10 @@ def test_failed_ranks_are_restarted_and_the_run_hears_why(tmp_path: Path) -> Non
     shown: list[str] = []
     launch(
         LocalJob(
-            ["script", str(script)],
+            ["script", str(script), str(tmp_path)],
             nproc=2,
             log_dir=tmp_path / "logs",
-            max_restarts=3,
+            limits=Limits(max_restarts=3, backoff=0.1),
             events_dir=tmp_path,
             output=shown.append,
         )
@@ -105,11 +111,16 @@ def test_failed_ranks_are_restarted_and_the_run_hears_why(tmp_path: Path) -> Non
         assert log.startswith(f"attempt {attempt}\n")
     events = list(read(tmp_path))
     assert [e.attempt for e in events if isinstance(e, RanksStarted)] == [0, 1, 2]
-    notes = [e for e in events if isinstance(e, Note)]
-    assert [n.level for n in notes] == ["warning", "warning"]
-    assert "rank 1 failed (ValueError: bad luck)" in notes[0].message
-    assert "restart 1 of 3" in notes[0].message
-    assert "rank 1 failed (killed by SIGKILL: often" in notes[1].message
+    lost = [e for e in events if isinstance(e, RankLost)]
+    assert [(e.rank, e.cause, e.exit_code) for e in lost] == [(1, "failed", 1), (1, "failed", -9)]
+    assert [e.step for e in lost] == [1, 2], "the last step that was done by then"
+    assert lost[0].error == "ValueError: bad luck"
+    assert lost[0].log == str(tmp_path / "logs" / "rank1.log")
+    assert lost[1].error.startswith("killed by SIGKILL: often")
+    again = [e for e in events if isinstance(e, Restarting)]
+    assert [(e.reason, e.used, e.budget) for e in again] == [("failure", 1, 3), ("failure", 2, 3)]
+    assert [e.delay for e in again] == [0.0, 0.1], "the first at once, the second after a while"
+    assert again[0].detail == "rank 1 failed (ValueError: bad luck)"
     assert not any(isinstance(e, RunFailed) for e in events)
 
 
@@ -124,7 +135,7 @@ def test_torch_still_reuses_one_store_over_restarts() -> None:
     ports = [handler.next_rendezvous().bootstrap_store_info.master_port for _ in range(2)]
     handler.shutdown()
     assert ports[0] == ports[1]
-    ours = agent.LocalRendezvous()
+    ours = LocalRendezvous()
     first, second = ours.next_rendezvous(), ours.next_rendezvous()
     assert first.bootstrap_store_info.master_port != second.bootstrap_store_info.master_port
 
@@ -266,6 +277,6 @@ def test_nproc_must_be_a_positive_whole_number(nproc: object, tmp_path: Path) ->
 
 def test_other_impossible_jobs(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="max_restarts=-1 must be 0 or more"):
-        LocalJob(["-m", "x"], nproc=1, log_dir=tmp_path, max_restarts=-1)
+        Limits(max_restarts=-1)
     with pytest.raises(LaunchError, match="grace=-1 must be 0 seconds or more"):
         LocalJob(["-m", "x"], nproc=1, log_dir=tmp_path, grace=-1)

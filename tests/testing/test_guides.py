@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.testing import hosts_available
 from paceline.testing.plugin import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -30,13 +31,21 @@ def test_the_world_guide(number):
 
 
 def test_the_testing_guide(ranks, capsys):
-    with_pytest, without_pytest, helpers = blocks("testing.md")
+    with_pytest, without_pytest, helpers, _ = blocks("testing.md")
     for size in (2, 3):
         run_block(with_pytest)["test_ranks_add_up"](Ranks(ranks.pool, size), size)
     run_block(without_pytest)
     assert capsys.readouterr().out == "[8, 8]\n[3, 3, 3]\n[2, 2]\n"
     run_block(helpers)
     assert capsys.readouterr().out.startswith("0.weight: 1 of 128 elements differ, most at [3, 1]")
+
+
+@pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available()))
+def test_the_hosts_of_the_testing_guide(capsys):
+    run_block(blocks("testing.md")[-1])
+    assert capsys.readouterr().out.splitlines() == [
+        *("host0 10.99.0.1 host0", "host1 10.99.0.2 host1", "-9"),
+    ]
 
 
 @pytest.mark.world(1, 2)

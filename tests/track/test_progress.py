@@ -17,13 +17,23 @@ from paceline.events import (
     EpochDone,
     EvalDone,
     Event,
+    GaveUp,
+    HangFound,
+    HangOver,
+    NodeJoined,
+    NodeLeft,
     NonFinite,
     Note,
+    RankLost,
     RanksStarted,
+    Restarting,
+    RestoreTried,
     RunFailed,
     RunFinished,
     RunStarted,
     StepDone,
+    StepSplit,
+    Straggler,
 )
 from paceline.track import Progress
 from paceline.track.pace import Pace, clock, count, duration, number, rate, size
@@ -131,6 +141,68 @@ def test_what_else_happens_is_said() -> None:
         "warning: step 9: NaN or Inf in the gradients; the run stops. In layer 3.",
         "just so",
         "warning: careful",
+    ]
+
+
+def lost(**changed: object) -> RankLost:
+    values = dict(rank=1, host="alpha", cause="failed", error="it broke.", exit_code=1, step=5)
+    return RankLost(**{**values, **changed})
+
+
+def hang(action: str, seconds: float = 60.0) -> HangFound:
+    return HangFound(
+        step=5,
+        seconds=seconds,
+        what="data",
+        ranks=[1],
+        summary="rank 1 is missing",
+        detail="rank 0: …\nrank 1: …",
+        action=action,
+    )
+
+
+def test_what_befalls_ranks_and_machines_is_a_line_each() -> None:
+    shown = lines(
+        RanksStarted(nproc=2, world_size=4, nodes=["alpha", "beta"], idle=1),
+        lost(log="logs/rank1.log"),
+        Restarting(reason="failure", detail="rank 1 failed", delay=2.0, used=2, budget=3),
+        lost(cause="node", step=None, error="no sign of life"),
+        Restarting(reason="node_lost", detail="without beta"),
+        lost(cause="hang", rank=-1, error="hung"),
+        NodeLeft(host="beta", reason="lost"),
+        NodeLeft(host="beta", reason="preempted"),
+        NodeJoined(host="beta"),
+        hang("wait"),
+        hang("restart"),
+        hang("wait", seconds=0.0),
+        HangOver(step=5, seconds=75.0),
+        StepSplit(step=50, steps=50, phases={"data": [0.1, 0.2]}),
+        Straggler(step=50, rank=1, host="beta", phase="data", factor=1.5, costs=0.125, share=0.25),
+        RestoreTried(rung="memory", step=None, ok=False, detail="nothing there", seconds=0.0),
+        RestoreTried(rung="checkpoint", step=8, ok=False, detail="bad hash", seconds=0.1),
+        RestoreTried(rung="checkpoint", step=4, ok=True, detail="", seconds=0.1),
+        GaveUp(reason="3 restarts in a row did not help"),
+    )
+    assert shown == [
+        "starting 4 ranks on 2 machines (alpha, beta), 1 more standing by",
+        "warning: step 5: rank 1 on alpha failed: it broke; its log: logs/rank1.log",
+        "all ranks are started again in 2.0 s (failure, restart 2 of 3)",
+        "warning: rank 1 on alpha was lost with its machine: no sign of life",
+        "all ranks are started again (node lost): without beta",
+        "warning: step 5: the run hung: hung",
+        "warning: machine beta is lost",
+        "machine beta was told to leave",
+        "machine beta joined",
+        "warning: step 5: nothing has moved for 1:00: rank 1 is missing",
+        "warning: step 5: nothing has moved for 1:00: rank 1 is missing; if it goes on, "
+        "all ranks are restarted",
+        "warning: step 5: rank 1 is missing",
+        "step 5: moving again, after 1:15",
+        "warning: step 50: rank 1 on beta is slow in data: the others wait 0.125 s a step for it "
+        "(25%)",
+        "warning: cannot resume from checkpoint, step 8: bad hash",
+        "resuming from checkpoint, step 4 (0.1 s)",
+        "warning: giving up: 3 restarts in a row did not help",
     ]
 
 

@@ -22,6 +22,8 @@ from paceline.events import (
     RunFinished,
     RunStarted,
     StepDone,
+    StepSplit,
+    Straggler,
 )
 from paceline.track import MLflow, Recorder, TensorBoard
 
@@ -106,6 +108,22 @@ def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
     assert found["train/samples_per_second"] == [(i, 16) for i in range(1, 7)]
     assert found["validation/loss"] == [(6, 7)]
     assert found["epoch/loss"] == [(6, 3.5)]
+
+
+def test_where_the_time_went_and_who_is_slow_are_curves(tmp_path: Path) -> None:
+    feed(
+        TensorBoard(tmp_path),
+        started(),
+        *steps(1, 4),
+        StepSplit(step=4, steps=4, phases={"data": [0.1, 0.3], "waiting": [0.2, 0.0]}),
+        Straggler(step=4, rank=1, host="beta", phase="data", factor=2.0, costs=0.2, share=0.4),
+    )
+    found = board(tmp_path)
+    assert found["split/data"] == [(4, 0.2)]
+    assert found["split_slowest/data"] == [(4, 0.3)]
+    assert found["split/waiting"] == [(4, 0.1)]
+    assert found["straggler/seconds"] == [(4, 0.2)]
+    assert found["straggler/rank"] == [(4, 1)]
 
 
 def test_tensorboard_makes_nothing_before_there_is_something(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from paceline.events import (
     CheckpointSaved,
     EvalDone,
     EventLog,
+    Restarting,
     RunFinished,
     RunStarted,
     StepDone,
@@ -57,6 +58,16 @@ def test_the_last_word_on_everything(tmp_path: Path) -> None:
         "  validation accuracy 0.5000",
         "  checkpoint       c.pt",
     ]
+
+
+def test_restarts_are_counted_by_reason() -> None:
+    reasons = ("failure", "node_lost", "failure")
+    restarts = [Restarting(reason=reason, detail="") for reason in reasons]
+    end = RunFinished(reason="done", step=2, epoch=0, samples=8, seconds=41.0)
+    summary = Summary.of([started(), *restarts, step(2, seconds=0.5), end])
+    assert summary.lines()[-1] == (
+        "  restarts         2 × failure, 1 × node lost (paceline diagnose tells more)"
+    )
 
 
 def test_a_run_that_was_cut_short_has_no_end() -> None:

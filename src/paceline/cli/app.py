@@ -13,6 +13,9 @@ import typer
 
 from paceline import __version__
 from paceline.cli import checkpoint, config
+from paceline.cli.diagnose import diagnose
+from paceline.cli.doctor import doctor
+from paceline.cli.rendezvous import rendezvous
 from paceline.cli.schedule import schedule
 from paceline.cli.train import train
 from paceline.cli.verify import verify
@@ -48,7 +51,10 @@ def _common(
 
 app.command()(train)
 app.command()(verify)
+app.command()(rendezvous)
 app.command()(schedule)
+app.command()(doctor)
+app.command()(diagnose)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 

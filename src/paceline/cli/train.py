@@ -12,9 +12,12 @@ import typer
 from paceline.cli.options import Overrides
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from paceline.cli.train_nodes import Joined
     from paceline.config import Config
+    from paceline.diagnose.oversee import HangOverseer
     from paceline.launch.run_folder import RunFolder
     from paceline.track import Tracker
 
@@ -37,6 +40,19 @@ def train(
     ] = None,
     nproc: Annotated[
         str | None, typer.Option(metavar="N", help="How many ranks; else one per GPU, or 2.")
+    ] = None,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="How many machines, or least:most; start the same command on each of them.",
+        ),
+    ] = None,
+    rdzv: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Where they meet; further ones after commas stand in."
+        ),
     ] = None,
     layout: Annotated[
         str | None,
@@ -63,6 +79,8 @@ def train(
     config, script_arguments = _split_at_dashes(arguments or [])
     flags = {
         "--nproc": ("launch.nproc", nproc),
+        "--nnodes": ("launch.nnodes", nnodes),
+        "--rdzv": ("launch.rdzv", rdzv),
         "--layout": ("layout", layout),
         "--max-restarts": ("launch.max_restarts", max_restarts),
     }
@@ -156,7 +174,8 @@ class _Request:
             raise ConfigError([self._in_users_words(text) for text in error.problems]) from None
 
     def adjust_ranks_of(self, stored: Config) -> None:
-        """Let --nproc change the layout of a config that has both written out, and vice versa.
+        """Let --nproc and --nnodes change the layout of a config that has all written out, and
+        vice versa.
 
         A run folder and ``paceline config show`` write both, so that one of them alone would
         always contradict the other.
@@ -164,11 +183,20 @@ class _Request:
         from paceline.layout import Layout
 
         keys = {text.partition("=")[0].strip() for text in (*self.flags, *self.overrides)}
-        if "launch.nproc" in keys and "layout" not in keys:
+        if {"launch.nproc", "launch.nnodes"} & keys and "layout" not in keys:
             rest = str(Layout.parse(stored.layout)).partition(",")[2]
             self._adjusted = [f"layout={rest or 'auto'}"]
         elif "layout" in keys and "launch.nproc" not in keys:
             self._adjusted = ["launch.nproc=auto"]
+
+    def check_nodes(self, config: Config) -> None:
+        """What :func:`paceline.config.check` says of the machines, where it is not asked."""
+        from paceline.config.checks import node_problems
+        from paceline.errors import ConfigError
+
+        problems = [text for _, text in node_problems(config)]
+        if problems:
+            raise ConfigError(problems)
 
     def _in_users_words(self, problem: str) -> str:
         for override, flag in self.flags.items():
@@ -192,8 +220,10 @@ def _run_script(request: _Request) -> None:
 
     from paceline.cli.train_report import exit_status
     from paceline.config import resolve
+    from paceline.diagnose.oversee import HangOverseer
     from paceline.errors import ConfigError
     from paceline.launch.local import LocalJob, launch
+    from paceline.launch.policy import Limits
     from paceline.launch.run_folder import new_run, new_run_at
 
     assert request.script is not None
@@ -202,20 +232,37 @@ def _run_script(request: _Request) -> None:
         raise ConfigError(f"--script {script}: there is no such file")
     # Only for the number of ranks and restarts: what the demo would say to it is no matter.
     config = resolve(request.load(None, checked=False))
-    run = new_run_at(request.run_dir) if request.run_dir else new_run("runs", script.stem)
+    request.check_nodes(config)
     assert isinstance(config.launch.nproc, int)
-    job = LocalJob(
-        command=["script", str(script), *request.script_arguments],
-        nproc=config.launch.nproc,
-        log_dir=run.logs,
-        max_restarts=config.launch.max_restarts,
-        grace=config.launch.grace,
-    )
-    try:
-        launch(job)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        typer.echo(f"stopped; logs: {run.logs}", err=True)
-        raise SystemExit(exit_status(stop)) from None
+
+    def make_folder() -> RunFolder:
+        return new_run_at(request.run_dir) if request.run_dir else new_run("runs", script.stem)
+
+    command = ["script", str(script), *request.script_arguments]
+    with contextlib.ExitStack() as stack:
+        joined = None
+        if config.launch.rdzv is not None:
+            joined = _meet(config, request, make_folder, stack, script=" ".join(command))
+            typer.echo(joined.where(), err=True)
+        run = make_folder() if joined is None else joined.run
+        job = LocalJob(
+            command=command,
+            nproc=config.launch.nproc,
+            log_dir=run.logs,
+            limits=Limits(
+                config.launch.max_restarts, config.launch.max_preemptions, config.launch.backoff
+            ),
+            standby=config.launch.standby,
+            grace=config.launch.grace,
+            # What a script does between two collectives is its own affair: told, not acted upon.
+            overseer=lambda: HangOverseer(action="wait", events_dir=run.path),
+            **({} if joined is None else joined.job_options()),
+        )
+        try:
+            launch(job)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            typer.echo(f"stopped; logs: {run.logs}", err=True)
+            raise SystemExit(exit_status(stop)) from None
 
 
 # A config: a run folder, events, trackers.
@@ -240,33 +287,84 @@ def _run_config(request: _Request) -> None:
         with contextlib.suppress(ConfigError):  # said, with all other problems, by request.load
             request.adjust_ranks_of(load(source))
         config = resolve(request.load(source))
+
+    def make_folder() -> RunFolder:
+        if request.resume is not None:
+            return open_run(request.resume)
         root, name = config.track.run_dir, config.name
-        run = new_run_at(request.run_dir) if request.run_dir else new_run(root, name)
-    with run.in_use():
-        run.save_config(dump(config))
+        return new_run_at(request.run_dir) if request.run_dir else new_run(root, name)
+
+    with contextlib.ExitStack() as stack:
+        joined = None
         tell(summary(config))
+        if config.launch.rdzv is not None:
+            joined = _meet(config, request, make_folder, stack)
+            run = joined.run
+            tell(joined.where())
+        else:
+            run = make_folder()
+            stack.enter_context(run.in_use())
+            run.save_config(dump(config))
         tell(f"run folder: {run}")
-        _launch(config, run, resume=request.resume is not None)
+        _launch(config, run, joined, resume=request.resume is not None)
+        if joined is not None and not joined.is_main:
+            tell(f"done; the run is shown on node 0 ({joined.meeting.nodes[0]})")
+            return
     say_done(config, run, source)
 
 
-def _launch(config: Config, run: RunFolder, *, resume: bool) -> None:
+def _meet(
+    config: Config,
+    request: _Request,
+    make_folder: Callable[[], RunFolder],
+    stack: contextlib.ExitStack,
+    script: str | None = None,
+) -> Joined:
+    """Meet the launchers of the other machines, and agree with them on the run."""
+    from paceline.cli.train_nodes import Nodes, asked_of, meet
+    from paceline.config import dump
+
+    is_script = script is not None
+    nodes = Nodes(
+        make_folder,
+        resume=request.resume,
+        config_text=None if is_script else dump(config),
+        checkpoint_where=config.checkpoint.where,
+        stack=stack,
+    )
+    settings = {"launch": config.launch.model_dump()} if is_script else config.model_dump()
+    more = {"--script": script} if script is not None else {}
+    return meet(config, nodes, asked_of(_flat(settings), **more), stack)
+
+
+def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, resume: bool) -> None:
     from paceline.cli.train_report import resume_hint, say_stopped
     from paceline.errors import RankFailed
     from paceline.launch.local import LocalJob, launch
+    from paceline.launch.policy import Limits
     from paceline.track import following
 
     assert isinstance(config.launch.nproc, int)
+    more: dict[str, Any] = {"events_dir": run.path}
+    if joined is not None:
+        more |= joined.job_options(config)
+        resume = joined.resume
     job = LocalJob(
         command=["-m", "paceline.trainer.run", str(run), *(["--resume"] if resume else [])],
         nproc=config.launch.nproc,
         log_dir=run.logs,
-        max_restarts=config.launch.max_restarts,
+        limits=Limits(
+            config.launch.max_restarts, config.launch.max_preemptions, config.launch.backoff
+        ),
+        standby=config.launch.standby,
         grace=config.launch.grace,
-        events_dir=run.path,
+        overseer=None if config.hangs.after is None else lambda: _overseer(config, run),
+        **more,
     )
+    # The run's events are written on node 0 alone, and shown there.
+    trackers = _trackers(config, run) if joined is None or joined.is_main else []
     try:
-        with following(run.path, _trackers(config, run)):
+        with following(run.path, trackers) if trackers else contextlib.nullcontext():
             launch(job)
     except (KeyboardInterrupt, SystemExit) as stop:
         say_stopped(run, stop)
@@ -277,6 +375,14 @@ def _launch(config: Config, run: RunFolder, *, resume: bool) -> None:
             exit_code=error.exit_code,
             traceback=error.traceback,
         ) from None
+
+
+def _overseer(config: Config, run: RunFolder) -> HangOverseer:
+    """Tells hangs to the events, and to the console where no progress bar shows those."""
+    from paceline.diagnose.oversee import HangOverseer, to_stderr
+
+    say = None if config.track.progress else to_stderr
+    return HangOverseer(action=config.hangs.action, events_dir=run.path, say=say)
 
 
 def _trackers(config: Config, run: RunFolder) -> list[Tracker]:

@@ -14,7 +14,9 @@ from typing import Any
 
 from paceline.config import demo
 from paceline.config.devices import count_gpus
-from paceline.config.resolving import nproc_of, on_gpu
+from paceline.config.endpoints import endpoints
+from paceline.config.fields import node_range
+from paceline.config.resolving import most_nodes, nproc_of, on_gpu, world_of
 from paceline.config.schema import Config
 from paceline.config.sources import Path
 from paceline.config.targets import UNKNOWN, Callee, argument_problems, look_up
@@ -42,6 +44,7 @@ def check(
         *_targets(config, callees),
         *_duration(config),
         *_learning_rate(config),
+        *node_problems(config),
         *_ranks(config, gpus),
         *_batch(config, gpus),
         *_device(config, gpus),
@@ -141,19 +144,48 @@ def _learning_rate(config: Config) -> Problems:
         )
 
 
+def node_problems(config: Config) -> Problems:
+    """Several machines need a place to meet."""
+    launch = config.launch
+    _, most = node_range(launch.nnodes)
+    if launch.rdzv is None:
+        if most > 1:
+            yield (
+                ("launch", "nnodes"),
+                f"launch.nnodes={launch.nnodes} needs launch.rdzv, where the machines meet: "
+                "--rdzv HOST:PORT, the same on all of them, HOST being one of them",
+            )
+        return
+    try:
+        endpoints(launch.rdzv)
+    except ValueError as error:
+        yield ("launch", "rdzv"), f"launch.rdzv={launch.rdzv!r}: {error}"
+        return
+    if most == 1:
+        yield (
+            ("launch", "rdzv"),
+            f"launch.rdzv={launch.rdzv!r} is for several machines, but launch.nnodes=1; set it to "
+            "their number, or leave rdzv out",
+        )
+
+
 def _ranks(config: Config, gpus: int) -> Problems:
     """The layout against the number of ranks, and the ranks against the GPUs."""
-    nproc = nproc_of(config, gpus)
+    nproc, nodes, world_size = nproc_of(config, gpus), most_nodes(config), world_of(config, gpus)
+    on_nodes = "" if nodes == 1 else f" on {nodes} machines, {world_size} in all"
     try:
-        layout = Layout.parse(config.layout, world_size=nproc)
+        layout = Layout.parse(config.layout, world_size=world_size)
     except LayoutError as error:
-        yield config._sources.culprit(*_RANK_KEYS), f"{error} (launch.nproc={config.launch.nproc})"
+        yield (
+            config._sources.culprit(*_RANK_KEYS),
+            f"{error} (launch.nproc={config.launch.nproc}{on_nodes})",
+        )
     else:
-        if layout.world_size != nproc:
+        if layout.world_size != world_size:
             yield (
                 config._sources.culprit(*_RANK_KEYS),
                 f"layout {config.layout!r} needs {layout.world_size} ranks, but launch.nproc="
-                f"{nproc}; make them agree, or leave one of them at auto",
+                f"{nproc}{on_nodes}; make them agree, or leave one of them at auto",
             )
         broken = problem_with(
             Request(
@@ -183,7 +215,7 @@ def _ranks(config: Config, gpus: int) -> Problems:
 
 def _batch(config: Config, gpus: int) -> Problems:
     try:
-        dp = Layout.parse(config.layout, world_size=nproc_of(config, gpus)).dp
+        dp = Layout.parse(config.layout, world_size=world_of(config, gpus)).dp
     except LayoutError:
         return  # said by _ranks
     total = config.batch.global_batch

@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.config import yaml_file
 from paceline.config.devices import count_gpus
+from paceline.config.fields import node_range
 from paceline.config.schedule import scaled_lr
 from paceline.config.schema import Config
 from paceline.layout import Layout
@@ -23,20 +24,33 @@ def nproc_of(config: Config, gpus: int) -> int:
     if config.launch.nproc != "auto":
         return config.launch.nproc
     if config.layout != "auto":
-        return Layout.parse(config.layout).world_size
+        # Where it does not go into the machines evenly, checks.py says so.
+        return max(1, Layout.parse(config.layout).world_size // most_nodes(config))
     return max(gpus, 1) if on_gpu(config, gpus) else RANKS_WITHOUT_GPU
+
+
+def most_nodes(config: Config) -> int:
+    """How many machines ``config`` runs on when all are there."""
+    return node_range(config.launch.nnodes)[1]
+
+
+def world_of(config: Config, gpus: int) -> int:
+    """How many ranks the run has when all machines are there, each like one with ``gpus`` GPUs."""
+    return nproc_of(config, gpus) * most_nodes(config)
 
 
 def resolve(config: Config, *, devices: int | None = None) -> Config:
     """``config`` with ``launch.nproc`` and ``layout`` as a number and a full layout.
 
-    ``devices`` is the number of GPUs, counted on this machine when ``None``. Raises
+    The layout is that of all machines together, when as many as ``launch.nnodes`` allows are
+    there. ``devices`` is the number of GPUs, counted on this machine when ``None``. Raises
     :class:`~paceline.errors.LayoutError` when the layout does not fit the ranks;
     :func:`paceline.config.check` says so before.
     """
-    nproc = nproc_of(config, count_gpus() if devices is None else devices)
-    layout = Layout.parse(config.layout, world_size=nproc)
-    layout.check_world(nproc)
+    gpus = count_gpus() if devices is None else devices
+    nproc, world_size = nproc_of(config, gpus), world_of(config, gpus)
+    layout = Layout.parse(config.layout, world_size=world_size)
+    layout.check_world(world_size)
     launch = config.launch.model_copy(update={"nproc": nproc})
     return config.model_copy(update={"layout": str(layout), "launch": launch})
 

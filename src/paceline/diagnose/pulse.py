@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 """What a step's time is split into; ``other`` is all the rest (callbacks, saving, reporting)."""
@@ -30,15 +30,22 @@ class Pulse:
         self.spent: dict[str, float] = {}
         """Seconds by phase since :meth:`take_spent`."""
         self.longest_step = 0.0
+        self.listener: Callable[[str], None] | None = None
+        """Told of each phase that begins, while somebody measures; see ``engine/split.py``."""
         self._step_began: float | None = None
 
-    def enter(self, phase: str) -> str:
-        """The thread goes on to ``phase``; returns the one it leaves."""
-        now = time.perf_counter()
+    def enter(self, phase: str, *, at: float | None = None) -> str:
+        """The thread goes on to ``phase``; returns the one it leaves.
+
+        ``at`` is when it did, where that is known only afterwards (``time.perf_counter()``).
+        """
+        now = time.perf_counter() if at is None else at
         left = self.phase
         self.spent[left] = self.spent.get(left, 0.0) + now - self.since
         self.phase, self.since = phase, now
         self.moves += 1
+        if self.listener is not None:
+            self.listener(phase)
         return left
 
     @contextlib.contextmanager

@@ -39,6 +39,7 @@ from paceline.engine.parts import Parts
 from paceline.engine.precision import Precision
 from paceline.engine.repoint import Groups
 from paceline.engine.result import Numbers, StepResult
+from paceline.engine.split import Clock
 from paceline.engine.state import State
 from paceline.errors import TrainingError
 from paceline.layout import Layout
@@ -111,6 +112,9 @@ class Engine:
         self.steps_done = 0
         # Called each step with the finished gradients in place, before clipping and the update.
         self.observer: Callable[[Engine], None] | None = None
+        # Set by whoever wants to know where the time of the next steps goes; see engine/split.py.
+        self.clock: Clock | None = None
+        self._pulse = self.world.pulse
         self._unread: _Unread | None = None
         self._precision = Precision(
             self.options["precision"], self.device, sharded=bool(self.layout.beyond_dp)
@@ -222,8 +226,12 @@ class Engine:
         Every rank must call it. The share may hold fewer samples than another rank's, or none.
         """
         started = time.perf_counter()
+        pulse = self._pulse
+        pulse.enter("forward")
         if self._spread is None:
             self._spread_out(batch)
+        if self.clock is not None:
+            self._meet()
         self._follow_freezing()
         for parameter in self._parameters:
             parameter.grad = None  # what a step that failed, or another backward, left there
@@ -236,6 +244,7 @@ class Engine:
         except BaseException:
             self.spread.reset()
             raise
+        pulse.enter("optimizer")
         norm = self._finish_gradients(sums)
         numbers = Numbers(sums.world, norm)
         unread, self._unread = self._unread, None
@@ -255,6 +264,8 @@ class Engine:
             schedule.step()
         if unread is not None:
             self._look_at(unread)
+        pulse.finish_step(self.steps_done)
+        pulse.enter("data")  # what comes between steps: a trainer tells more of it
         return StepResult(
             step=self.steps_done,
             lr=lr,
@@ -262,6 +273,16 @@ class Engine:
             problem=problem,
             _numbers=numbers,
         )
+
+    def _meet(self) -> None:
+        """Wait for ranks that come late to a step whose time is split up.
+
+        Tensor-parallel ranks would wait inside the forward pass, where it looks like work; with
+        other layouts they meet before, or after it, anyway.
+        """
+        if self.layout.tp > 1 and self.layout.pp == 1:
+            with self._pulse.during("waiting"):
+                dist.all_reduce(torch.zeros(1), group=self.world.everyone.cpu_group)
 
     def _follow_freezing(self) -> None:
         """Let the layout see that parameters were frozen or unfrozen since the last step."""
@@ -280,7 +301,8 @@ class Engine:
     def _sync_buffers(self) -> None:
         group = self.spread.data_group
         if group.size > 1:
-            sync_buffers(self.model, group)
+            with self._pulse.during("waiting"):
+                sync_buffers(self.model, group)
 
     def _cut(self, batch: Any) -> list[Any]:
         """The share's microbatches; a pipeline wants a certain number of them at least."""
@@ -303,7 +325,8 @@ class Engine:
         wanted = len(cut)
         if together and self.layout.dp > 1:
             most = torch.tensor(wanted)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.world.everyone.cpu_group)
+            with self._pulse.during("waiting"):
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=self.world.everyone.cpu_group)
             wanted = int(most)
         if self.layout.pp > 1:
             wanted = self._ways.pipeline.microbatches_for(self.layout.pp, wanted)
@@ -329,6 +352,7 @@ class Engine:
         for index, (part, items) in enumerate(parts):
             last = index == len(parts) - 1
             with self._reducing(last, counts=items > 0):
+                self._pulse.enter("forward")
                 term = self._forward(part, items)
                 check_depends_on_parameters(term.total)
                 local[0] += term.total.detach().to(self.device)
@@ -336,14 +360,17 @@ class Engine:
                 if index == 0:
                     divisor = self._counted(local)[1].clone()
                     if self.world.size > 1:
-                        dist.all_reduce(divisor)
+                        with self._pulse.during("waiting"):
+                            dist.all_reduce(divisor)
                     divisor.masked_fill_(divisor == 0, 1)  # nothing but padding so far
                 if last and self.world.size > 1:
                     world = self._counted(local).clone()
                     work = dist.all_reduce(world, async_op=True)  # hidden behind the backward
                 loss = term.total * (self.layout.dp / divisor).to(term.total)
+                self._pulse.enter("backward")
                 self._backward(loss, work)
         if work is not None:
+            self._pulse.enter("waiting")
             work.wait()
         return _Sums(local=local, world=world, divisor=divisor)
 
@@ -364,6 +391,7 @@ class Engine:
         if self.spread.counts:
             local[2].fill_(samples)
             divisor.fill_(sum(items for _, items in parts))
+        self._pulse.enter("waiting")
         dist.all_reduce(divisor)
         divisor.clamp_(min=1)
         scale = self.layout.dp / divisor
@@ -379,8 +407,13 @@ class Engine:
 
     def _backward(self, loss: Tensor, work: dist.Work | None) -> None:
         scaler = self._precision.scaler
+        ends_here = work is not None and self.spread.is_plain  # DDP waits at the end of it
+        own: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.clock is not None and ends_here:
+            own = self.clock.own_gradients(self._parameters)
         try:
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            with own:
+                (loss if scaler is None else scaler.scale(loss)).backward()
         except BaseException:
             # A process group must not be destroyed around a collective that is under way: Gloo's
             # thread may wait for the interpreter lock while its destructor waits for the thread.
@@ -403,7 +436,8 @@ class Engine:
 
     def _finish_gradients(self, sums: _Sums) -> Tensor | None:
         """Turn the accumulated gradients into the gradient of the mean, clip it, give its norm."""
-        self.spread.finish_gradients()
+        with contextlib.nullcontext() if self.spread.is_plain else self._pulse.during("waiting"):
+            self.spread.finish_gradients()
         if self._precision.scaler is not None:
             self._precision.scaler.unscale_(self.optimizer)
         counts = None if self.spread.is_plain else self.spread.counts_in_norm
@@ -508,8 +542,9 @@ class Engine:
             self._sync_buffers()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
+        self._pulse.pause()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._pulse.during("evaluation"):
                 yield
         finally:
             for module, training in modes:
@@ -521,6 +556,7 @@ class Engine:
         To be called inside :meth:`evaluating`, by every rank. Of the ranks that share samples, one
         gets the results, and the others none.
         """
+        self._pulse.beat()
         if self._spread is None:
             self._spread_out(batch)
         parts = self._filled(batch, together=self.spread.lockstep)

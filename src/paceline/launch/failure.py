@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import RankFailed
+from paceline.launch import codes, policy
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 16384
@@ -20,6 +21,8 @@ _SIGNAL_HINTS = {
     "SIGABRT": "native code gave up; its last lines say why",
     "SIGILL": "native code built for another kind of processor",
 }
+# Those that come from outside; the others a process brings upon itself.
+_SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,16 @@ class RankExit:
     summary: str = ""
     lost_peer: bool = False
     ended_by_agent: bool = False
+    types: tuple[str, ...] = ()
+    """The qualified names of the exception's class and of its bases; empty unless it raised."""
+    last_words: str = ""
+    """Where it was when it raised: its collective, and the peers it knew to have left."""
 
     @property
     def reason(self) -> str:
         """One line: the error, the signal or the exit code."""
+        if self.lost_peer and self.last_words:  # which says more than a broken connection does
+            return f"lost a peer {self.last_words.splitlines()[0]}"
         if self.summary:
             return self.summary.splitlines()[0]
         if self.exit_code < 0:
@@ -52,18 +61,91 @@ class RankExit:
         return f"exited with code {self.exit_code}"
 
 
-def read_error(path: Path) -> tuple[str, str, float, bool] | None:
-    """(traceback, summary, time, lost_peer) from an error file; ``None`` when there is none."""
+@dataclass(frozen=True)
+class ErrorReport:
+    """What a rank that raised has left in its error file."""
+
+    traceback: str
+    summary: str
+    time: float
+    lost_peer: bool
+    types: tuple[str, ...]
+    last_words: str = ""
+
+
+def read_error(path: Path) -> ErrorReport | None:
+    """The report in an error file; ``None`` when there is none."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     message = report["message"]
-    return (
-        message["extraInfo"]["py_callstack"],
-        message["message"],
-        report["time"],
-        report["lost_peer"],
+    return ErrorReport(
+        traceback=message["extraInfo"]["py_callstack"],
+        summary=message["message"],
+        time=report["time"],
+        lost_peer=report["lost_peer"],
+        types=tuple(report["types"]),
+        last_words=report.get("last_words", ""),
+    )
+
+
+def how_it_ended(
+    rank: int,
+    exit_code: int,
+    ended: float,
+    *,
+    log: Path,
+    error_file: Path,
+    first_end: float,
+    overdue: bool,
+) -> RankExit:
+    """What became of a rank that did not leave with success, from what it left behind.
+
+    ``first_end`` is when the first of the failed ranks ended; ``overdue``: it had to be killed
+    because it did not leave after another had failed.
+    """
+    error = read_error(error_file)
+    if error is not None:
+        return RankExit(
+            rank=rank,
+            exit_code=1,  # as a rank that raised does, unless something hit it on its way out
+            time=error.time,
+            log=log,
+            traceback=error.traceback,
+            summary=error.summary,
+            lost_peer=error.lost_peer,
+            types=error.types,
+            last_words=error.last_words,
+        )
+    told_to_end = exit_code in (-signal.SIGTERM, codes.TOLD_TO_LEAVE)
+    chose_to_leave = Path(f"{error_file}.exit").exists()
+    return RankExit(
+        rank=rank,
+        exit_code=exit_code,
+        time=ended,
+        log=log,
+        ended_by_agent=overdue or (told_to_end and ended > first_end),
+        types=("builtins.SystemExit",) if chose_to_leave else (),
+    )
+
+
+def ending_of(
+    exit_: RankExit, *, step: int | None, moved: bool | None, seconds: float
+) -> policy.Ending:
+    """What the failure of a rank means for its world, which ran for ``seconds``."""
+    name = exit_.types[0] if exit_.types else ""
+    # Somebody wanted it to end.
+    interrupted = exit_.exit_code in (codes.INTERRUPTED, -signal.SIGINT)
+    return policy.Ending(
+        kind="failure",
+        error=exit_.reason,
+        step=step,
+        raised=name.rpartition(".")[2] if exit_.summary else "",
+        users_mistake=interrupted or policy.is_users_mistake(exit_.types),
+        killed=-exit_.exit_code in _SENT_SIGNALS,
+        moved=moved,
+        seconds=seconds,
     )
 
 
@@ -78,16 +160,26 @@ def culprit(exits: Sequence[RankExit]) -> RankExit:
 
 
 def explain(
-    exits: Sequence[RankExit], nproc: int, *, finished: Sequence[int] = (), shown: bool = False
+    exits: Sequence[RankExit],
+    nproc: int,
+    *,
+    finished: Sequence[int] = (),
+    shown: bool = False,
+    host: str = "",
+    no_restart: str = "",
 ) -> RankFailed:
     """The error for these failed ranks: the culprit's traceback, or its last lines, alone.
 
     ``finished`` are ranks that had already left with success. ``shown``: rank 0's output was on
-    the console, so that its last lines need no repeating.
+    the console, so that its last lines need no repeating. ``host`` is named where there are
+    several; ``no_restart`` is why the ranks are not started again.
     """
     first = culprit(exits)
-    evidence = first.traceback or log_tail(first.log)
-    parts = [f"Rank {first.rank} of {nproc} failed: {first.reason}"]
+    # A crash in native code leaves what it said and the stacks of all threads.
+    lines = 2 * _TAIL_LINES if first.exit_code < 0 else _TAIL_LINES
+    evidence = first.traceback or log_tail(first.log, lines)
+    where = f" on {host}" if host else ""
+    parts = [f"Rank {first.rank} of {nproc}{where} failed: {first.reason}"]
     if first.traceback:
         parts.append(first.traceback)
     elif shown and first.rank == 0:
@@ -99,6 +191,11 @@ def explain(
     if first.lost_peer and finished:
         gone = ", ".join(str(rank) for rank in sorted(finished))
         parts.append(f"Already finished by then: rank {gone}. Ranks must leave together.")
+    if first.exit_code < 0 and (others := [e for e in exits if e.lost_peer and e.last_words]):
+        told = "\n".join(f"  rank {e.rank}: {e.last_words}" for e in others)
+        parts.append(f"Where its peers lost it:\n{told}")
+    if no_restart:
+        parts.append(f"Not started again: {no_restart}.")
     parts.append(f"Its whole log: {first.log}")
     return RankFailed(
         "\n\n".join(parts), rank=first.rank, exit_code=first.exit_code, traceback=evidence

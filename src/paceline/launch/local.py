@@ -3,8 +3,9 @@
 :func:`launch` runs a command on every rank, :func:`call` a function. Both return when all ranks
 are done and leave no process behind, however they end:
 
-- a rank fails: the others are ended and :class:`~paceline.errors.RankFailed` carries the traceback
-  of the one that failed first;
+- a rank fails: the others are ended, and all are started again if :mod:`paceline.launch.policy`
+  says so; otherwise :class:`~paceline.errors.RankFailed` carries the traceback of the one that
+  failed first;
 - SIGUSR1: passed on to the ranks, which save a checkpoint and go on;
 - Ctrl-C, SIGTERM or SIGHUP: passed on to the ranks, which have ``grace`` seconds to save and leave;
   a second one kills them. Ctrl-C then surfaces as ``KeyboardInterrupt``, the others as
@@ -18,6 +19,7 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import shutil
 import signal
 import site
@@ -31,12 +33,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import LaunchError, RankFailed
-from paceline.events import EventLog, Note, RanksStarted, RunFailed
-from paceline.launch import failure, guard, logs
+from paceline.errors import LaunchError, PacelineError, RankFailed
+from paceline.events import EventLog
+from paceline.launch import guard, logs
+from paceline.launch.policy import Limits
 
 if TYPE_CHECKING:
     from paceline.launch.agent import Agent
+    from paceline.launch.overseer import Overseer
+    from paceline.launch.rounds import Rounds
 
 # Wrappers (uv, make, timeout) pass on a Ctrl-C that the terminal has already sent to everyone: a
 # repetition this soon is an echo, not an impatient user.
@@ -63,23 +68,33 @@ class LocalJob:
     of later starts (a restart, a resumed run) to ``log_dir/attempt<k>/rank<r>.log``. With an
     ``events_dir`` the launcher adds its own events to the run's. ``output`` gets rank 0's output
     as it comes (``None``: only the log does), ``notice`` what the launcher has to say.
+
+    ``limits`` say how often ranks are started again; with ``standby``, processes are kept ready for
+    it. ``rendezvous`` makes the place to meet the launchers of other nodes (``None``: there are
+    none), ``host`` is the name of this one; ``node_logs`` puts each node's logs into a folder of
+    its own when there are several. ``places`` says how many ranks of a world of a given size are
+    used (``None``: all). ``overseer`` makes what watches the ranks for hangs.
     """
 
     command: Sequence[str]
     nproc: int
     log_dir: Path
-    max_restarts: int = 0
+    limits: Limits = field(default_factory=Limits)
     events_dir: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     grace: float = 15.0
     output: Callable[[str], None] | None = to_stdout
     notice: Callable[[str], None] = to_stderr
+    standby: bool = False
+    rendezvous: Callable[[], Rounds] | None = None
+    host: str = field(default_factory=platform.node)
+    node_logs: bool = True
+    places: Callable[[int], int] | None = None
+    overseer: Callable[[], Overseer] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.nproc, int) or isinstance(self.nproc, bool) or self.nproc < 1:
             raise LaunchError(f"nproc={self.nproc!r} must be a whole number, 1 or more.")
-        if self.max_restarts < 0:
-            raise LaunchError(f"max_restarts={self.max_restarts} must be 0 or more.")
         if self.grace < 0:
             raise LaunchError(f"grace={self.grace} must be 0 seconds or more.")
 
@@ -101,7 +116,9 @@ def call(
     nproc: int,
     log_dir: Path | None = None,
     events_dir: Path | None = None,
-    max_restarts: int = 0,
+    limits: Limits | None = None,
+    standby: bool = False,
+    overseer: Callable[[], Overseer] | None = None,
     env: Mapping[str, str] | None = None,
     grace: float = 15.0,
     output: Callable[[str], None] | None = to_stdout,
@@ -120,12 +137,14 @@ def call(
             command=["--call", str(folder)],
             nproc=nproc,
             log_dir=log_dir or folder / "logs",
-            max_restarts=max_restarts,
+            limits=limits or Limits(),
             events_dir=events_dir,
             env=env or {},
             grace=grace,
             output=output,
             notice=notice,
+            standby=standby,
+            overseer=overseer,
         )
         _write_payload(folder, function)
         launch(job)
@@ -145,13 +164,11 @@ class _Launch:
 
     def __init__(self, job: LocalJob, stack: contextlib.ExitStack) -> None:
         self.job = job
-        self.starts = 0
         self.succeeded: bool | None = None
         self.error: BaseException | None = None
         self.relay = logs.Relay(job.output) if job.output else None
-        self.events = EventLog(job.events_dir) if job.events_dir else None
-        if self.events:
-            stack.callback(self.events.close)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+        self.rank_logs = logs.RankLogs(job.log_dir, scratch)
         self.agent = self._make_agent(stack)
 
     def run(self, signals: _Signals) -> BaseException | None:
@@ -179,7 +196,6 @@ class _Launch:
                 self.agent.kill()
             if signals.take_save():
                 self.agent.ask_to_save()
-            self.agent.kill_overdue()
             signals.note_end_of_program()
             thread.join(0.1)
 
@@ -191,24 +207,42 @@ class _Launch:
         return signals.first is not None
 
     def _make_agent(self, stack: contextlib.ExitStack) -> Agent:
-        from paceline.launch.agent import Agent, RankLogs
+        from paceline.launch.agent import Agent
+        from paceline.launch.crew import Crew
+        from paceline.launch.processes import Starter
 
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
-        self.rank_logs = RankLogs(self.job.log_dir, scratch, _rank_env(self.job))
+        changed = threading.Event()
         try:
             keeper = guard.Guard()
             stack.callback(keeper.close)
+            rounds = self._make_rounds(stack)
+            stack.callback(rounds.shutdown)
+            starter = Starter(
+                self.job.command, _rank_env(self.job), keeper=keeper, on_end=changed.set
+            )
             return Agent(
-                list(self.job.command),
-                self.job.nproc,
-                max_restarts=self.job.max_restarts,
+                self.job,
+                rounds,
                 rank_logs=self.rank_logs,
-                keeper=keeper,
-                grace=self.job.grace,
+                starter=starter,
+                crew=Crew(starter, self.rank_logs, keeper),
+                changed=changed,
                 on_start=self._ranks_started,
+                say=self._say,
             )
         except (OSError, RuntimeError) as error:
             raise LaunchError(f"the ranks could not be started: {error}") from error
+
+    def _make_rounds(self, stack: contextlib.ExitStack) -> Rounds:
+        from paceline.launch.rounds import LocalRendezvous
+
+        if self.job.rendezvous is not None:
+            return self.job.rendezvous()
+        if self.job.events_dir is None:
+            return LocalRendezvous(self.job.host)
+        events = EventLog(self.job.events_dir)
+        stack.callback(events.close)
+        return LocalRendezvous(self.job.host, events.write)
 
     def _run_agent(self) -> None:
         try:
@@ -216,26 +250,12 @@ class _Launch:
         except Exception as error:
             self.error = error  # raised again by the caller's thread
 
-    def _ranks_started(self, attempt: int) -> None:
+    def _ranks_started(self, rank_0_is_here: bool) -> None:
         """Called in the agent's thread whenever the ranks have been started (again)."""
-        if self.starts > 0:
-            self._say_restarted()
-        self.starts += 1
-        if self.events:
-            self.events.write(RanksStarted(nproc=self.job.nproc, attempt=attempt))
         if self.relay:
-            self.relay.follow(self.rank_logs.log(0), self.rank_logs.quiet_point(0))
-
-    def _say_restarted(self) -> None:
-        first = failure.culprit(self.agent.failures)
-        message = (
-            f"rank {first.rank} failed ({first.reason}); all ranks are started again, "
-            f"restart {self.starts} of {self.job.max_restarts}. Its log: {first.log}"
-        )
-        if self.events:
-            self.events.write(Note(message=message, level="warning"))
-        else:
-            self._say(message)
+            self.relay.finish()  # it may have moved to another node
+            if rank_0_is_here:
+                self.relay.follow(self.rank_logs.log(0), self.rank_logs.quiet_point(0))
 
     def _say_stopping(self, signum: signal.Signals) -> None:
         self._say(
@@ -254,22 +274,11 @@ class _Launch:
         if signals.first is not None:  # whatever else went wrong came of that
             interrupted = signals.first is signal.SIGINT
             return KeyboardInterrupt() if interrupted else SystemExit(128 + signals.first)
+        if isinstance(self.error, PacelineError):
+            return self.error
         if self.succeeded is None:
             return LaunchError(f"the ranks could not be started: {self.error}")
-        error = failure.explain(
-            self.agent.failures,
-            self.job.nproc,
-            finished=self.agent.finished,
-            shown=self.relay is not None,
-        )
-        if self.events:
-            reason = failure.culprit(self.agent.failures).reason
-            # A full disk may be why the rank failed: then its error counts, not this one.
-            with contextlib.suppress(OSError):
-                self.events.write(
-                    RunFailed(rank=error.rank, error=reason, exit_code=error.exit_code)
-                )
-        return error
+        return self.agent.error
 
 
 class _Signals:

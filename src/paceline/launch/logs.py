@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 _POLL_SECONDS = 0.05
@@ -22,6 +22,48 @@ def next_attempt(log_dir: Path) -> int:
     while any(attempt_folder(log_dir, attempt).glob("rank*.log")):
         attempt += 1
     return attempt
+
+
+class RankLogs:
+    """The files of the ranks of one node: a log for both streams of each; error files out of sight.
+
+    Every start of the ranks (:meth:`begin`) is an attempt with files of its own.
+    """
+
+    def __init__(self, log_dir: Path, scratch: Path) -> None:
+        self._root = log_dir
+        self._folder = log_dir
+        self._scratch = scratch
+        self._starts = 0
+        self.attempt = -1
+
+    def begin(self, ranks: Iterable[int], *, node: str = "") -> None:
+        """Make the files of a new attempt; those of ``node`` lie in a folder of that name."""
+        log_dir = self._root / node
+        self.attempt = next_attempt(log_dir)
+        self._folder = attempt_folder(log_dir, self.attempt)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._starts += 1
+        self.scratch.mkdir(parents=True)
+        for rank in ranks:
+            self.log(rank).touch()
+
+    @property
+    def scratch(self) -> Path:
+        """A folder for this attempt's other files, gone when the launch is."""
+        return self._scratch / f"start{self._starts}"
+
+    def log(self, rank: int) -> Path:
+        """The log of a rank."""
+        return self._folder / f"rank{rank}.log"
+
+    def error_file(self, rank: int) -> Path:
+        """The file in which a rank reports the error that ends it."""
+        return self.scratch / f"rank{rank}.json"
+
+    def quiet_point(self, rank: int) -> Path:
+        """The file in which a rank notes how much of its output is for the console."""
+        return Path(f"{self.error_file(rank)}.quiet")
 
 
 class Relay:

@@ -16,12 +16,18 @@ import datetime
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from paceline import events
 from paceline.errors import ConfigError
+
+_MARK = ".seen-"
+_MARK_SECONDS = 2.0
+_LOCK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -69,32 +75,92 @@ class RunFolder:
         part.replace(self.config)
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self, identity: str | None = None) -> Iterator[None]:
         """Hold the folder for this process; a second one that tries gets a ConfigError.
 
-        The hold ends with the process, however that ends.
+        With an ``identity``, for the launchers of that run: each of them may hold it. The hold
+        ends with the process, however that ends.
         """
         with open(self.path / ".lock", "a+", encoding="utf-8") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise ConfigError(
-                    f"run folder {str(self.path)!r} is in use by process {file.read().strip()}. "
-                    "Wait for that run to end, or stop it."
-                ) from None
+                holder = _hold(file, identity)
             except OSError as error:
                 # Some network file systems know no locks. Two launchers on one folder is a rare
                 # mistake, no reason to refuse such a disk.
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
                     raise
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+                holder = None
+            if holder is not None:
+                raise ConfigError(
+                    f"run folder {str(self.path)!r} is in use by process {holder}. "
+                    "Wait for that run to end, or stop it."
+                )
             yield
+
+    def mark(self, identity: str, places: Iterable[str | os.PathLike[str]] = ()) -> None:
+        """Leave a mark in the folder, and in ``places``, by which other machines know them."""
+        for folder in (self.path, *map(Path, places)):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{_MARK}{identity}").touch()
+            except OSError as error:
+                raise _cannot_make(folder, error.strerror or str(error)) from error
+
+    def unmark(self, identity: str, places: Iterable[str | os.PathLike[str]] = ()) -> None:
+        """Take the marks away again."""
+        for folder in (self.path, *map(Path, places)):
+            with contextlib.suppress(OSError):
+                (folder / f"{_MARK}{identity}").unlink(missing_ok=True)
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def has_mark(folder: str | os.PathLike[str], identity: str) -> bool:
+    """Whether ``folder`` is the one that another machine marked, so that both share it.
+
+    A network file system may need a moment to show what another machine has just written.
+    """
+    deadline = time.monotonic() + _MARK_SECONDS
+    while True:
+        with contextlib.suppress(OSError), open(Path(folder) / f"{_MARK}{identity}", "rb"):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+
+
+def _hold(file: TextIO, identity: str | None) -> str | None:
+    """Lock the file for this process, or for its run; returns who has it if that is another."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        if _lock(file, fcntl.LOCK_EX):
+            file.truncate(0)
+            file.write(f"{os.getpid()} {identity or ''}".rstrip())
+            file.flush()
+            if identity is not None:
+                fcntl.flock(file, fcntl.LOCK_SH)
+            return None
+        file.seek(0)
+        holder, _, holders_run = file.read().strip().partition(" ")
+        if identity is None:
+            return holder
+        if _lock(file, fcntl.LOCK_SH):
+            if holders_run == identity:
+                return None
+            fcntl.flock(file, fcntl.LOCK_UN)
+        # Whoever has it alone may be a launcher of this run, about to share it.
+        if time.monotonic() > deadline:
+            return holder
+        time.sleep(0.05)
+
+
+def _lock(file: TextIO, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def new_run(root: str | os.PathLike[str], name: str) -> RunFolder:

@@ -6,15 +6,22 @@
 
 Around it: the rank dies with its launcher, both output streams go to one log in the order they
 were written, and an error is recorded with its traceback before the rank leaves.
+
+``--standby FD`` before all that: load what takes long, say so on the socket FD, and wait there for
+the order to become a rank; from then on it is as one that was just started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
+import importlib
 import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,6 +31,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from paceline.errors import LaunchError
+from paceline.launch import codes, last_words
 
 # Set by the launcher, see agent.py.
 LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
@@ -32,6 +40,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the agent's own name for it
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_SECONDS = 0.5
+_TRAINER_RUN = "paceline.trainer.run"
+_LOADING_PRIORITY = 10  # "nice": about a tenth of a core that others want as well
 # What a collective says when the other side is gone. Gloo raises plain RuntimeErrors, so their
 # text is all there is to tell them from an error of the rank's own.
 _LOST_PEER_TEXTS = (
@@ -44,9 +54,12 @@ _LOST_PEER_TEXTS = (
 
 
 def main(arguments: list[str]) -> None:
-    """Run one rank."""
+    """Run one rank, at once or when told to."""
+    if arguments[0] == "--standby":
+        arguments = _stand_by(int(arguments[1]), arguments[2:])
     _die_with_launcher()
     _one_log_for_both_streams()
+    faulthandler.enable()  # into the log: where native code was when it gave up
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save before there is a trainer
     # The import takes seconds. A Ctrl-C in the middle of it has nothing to save: leave at once.
     handlers = {s: signal.signal(s, _leave) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -69,6 +82,52 @@ def main(arguments: list[str]) -> None:
     except KeyboardInterrupt:
         _write_quiet_point()
         raise
+    except SystemExit as leaving:
+        _note_exit(leaving)
+        raise
+
+
+def _stand_by(line_number: int, command: list[str]) -> list[str]:
+    """Be ready to become a rank; the arguments to run it with, once the launcher has sent them."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    _die_with_launcher()
+    loading = threading.Thread(target=_load, args=(command,))
+    loading.start()
+    loading.join()
+    with socket.socket(fileno=line_number) as line, line.makefile("rb") as orders:
+        line.sendall(b"ready\n")
+        order = orders.readline()
+    if not order.endswith(b"\n"):  # the launcher has no use for this process any more
+        os._exit(0)
+    place = json.loads(order)
+    os.environ.clear()
+    os.environ.update(place["env"])
+    if place["cwd"] is not None:
+        os.chdir(place["cwd"])
+    arguments: list[str] = place["arguments"]
+    sys.argv[1:] = arguments
+    sys.orig_argv[sys.orig_argv.index("--standby") :] = arguments
+    return arguments
+
+
+def _load(command: list[str]) -> None:
+    """Import what every rank does, and what a run of the trainer does, at a low priority.
+
+    In a thread of its own, because a priority once lowered is not raised again without privileges.
+    For a script nothing more than torch: a module beside it may have the name of one of ours.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOADING_PRIORITY)
+    importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    if command[:2] == ["-m", _TRAINER_RUN] or command[0] == "--call":
+        importlib.import_module("torch._dynamo")  # which optimizers import on first use
+        importlib.import_module(_TRAINER_RUN)
+        # It is run as __main__ later on; a module that is already there would be in the way.
+        del sys.modules[_TRAINER_RUN]
+    # Libraries may have started threads, which have inherited the priority.
+    for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):  # not allowed: it only affects their helpers
+            os.setpriority(os.PRIO_PROCESS, int(thread), 0)
 
 
 def _run(arguments: list[str]) -> None:
@@ -151,9 +210,17 @@ def _write_error(error: BaseException) -> None:
         # … and what it lacks.
         "time": now,
         "lost_peer": _says_peer_is_lost(error),
+        "last_words": last_words.collect(),
+        "types": [f"{t.__module__}.{t.__qualname__}" for t in type(error).__mro__],
     }
     _write_quiet_point()
     _write_whole(os.environ[ERROR_FILE], json.dumps(report))
+
+
+def _note_exit(leaving: SystemExit) -> None:
+    """Tell an exit that the program chose from one that hit it, unless the code says it already."""
+    if leaving.code not in (None, 0, codes.INTERRUPTED, *codes.SAVED_AND_LEFT):
+        _write_whole(f"{os.environ[ERROR_FILE]}.exit", "")
 
 
 def _write_quiet_point() -> None:

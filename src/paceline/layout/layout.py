@@ -59,7 +59,7 @@ class Layout:
         """
         if isinstance(text, Layout):
             return text
-        degrees = {} if text.strip() in ("auto", "") else _degrees(text)
+        degrees = read_degrees(text)
         if "dp" not in degrees and world_size is not None:
             rest = 1
             for axis in ("tp", "pp", "cp"):
@@ -133,9 +133,12 @@ class Place(NamedTuple):
     tp: int
 
 
-def _degrees(text: str) -> dict[str, int]:
+def read_degrees(text: str) -> dict[str, int]:
+    """The degrees that ``text`` names, by axis; none for ``"auto"``."""
     names = [f.name for f in dataclasses.fields(Layout)]
     degrees: dict[str, int] = {}
+    if text.strip() in ("auto", ""):
+        return degrees
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if name not in names:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from paceline.testing.faults import hang_at as hang_at
     from paceline.testing.faults import kill_at as kill_at
     from paceline.testing.faults import raise_at as raise_at
+    from paceline.testing.hosts import Host as Host
+    from paceline.testing.hosts import Hosts as Hosts
+    from paceline.testing.hosts import hosts_available as hosts_available
     from paceline.testing.leaks import LeakCheck as LeakCheck
     from paceline.testing.models import make_images as make_images
     from paceline.testing.models import make_mlp as make_mlp
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "FaultPlan": "faults",
+    "Host": "hosts",
+    "Hosts": "hosts",
     "InjectedFault": "faults",
     "LeakCheck": "leaks",
     "RankPool": "pool",
@@ -36,6 +41,7 @@ _HOME = {
     "delay_at": "faults",
     "exit_at": "faults",
     "hang_at": "faults",
+    "hosts_available": "hosts",
     "kill_at": "faults",
     "make_images": "models",
     "make_mlp": "models",
@@ -47,6 +53,8 @@ _HOME = {
 
 __all__ = [
     "FaultPlan",
+    "Host",
+    "Hosts",
     "InjectedFault",
     "LeakCheck",
     "RankPool",
@@ -54,6 +62,7 @@ __all__ = [
     "delay_at",
     "exit_at",
     "hang_at",
+    "hosts_available",
     "kill_at",
     "make_images",
     "make_mlp",

@@ -11,17 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.errors import MissingExtra
-from paceline.events import (
-    EpochDone,
-    EvalDone,
-    Event,
-    MemoryMeasured,
-    RunFailed,
-    RunFinished,
-    RunStarted,
-    StepDone,
-)
-from paceline.track.scalars import scalars
+from paceline.events import Event, RunFailed, RunFinished, RunStarted
+from paceline.track.scalars import Numbers, scalars
 from paceline.track.tracker import Recorder
 
 if TYPE_CHECKING:
@@ -75,7 +66,7 @@ class MLflow(Recorder):
             if isinstance(event, RunStarted):
                 self._open().log_params({**self._params, **_facts(event)})
                 self._ended = "KILLED"  # unless we hear of another end
-            elif isinstance(event, StepDone | EvalDone | EpochDone | MemoryMeasured):
+            elif isinstance(event, Numbers):
                 stamp = int(event.time * 1000)
                 points += [Metric(k, v, stamp, event.step) for k, v in scalars(event)]
             elif isinstance(event, RunFinished):

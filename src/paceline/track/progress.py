@@ -14,14 +14,22 @@ from paceline.events import (
     EpochDone,
     EvalDone,
     Event,
+    GaveUp,
+    HangFound,
+    HangOver,
+    NodeJoined,
+    NodeLeft,
     NonFinite,
     Note,
+    RankLost,
     RanksStarted,
+    Restarting,
     RestoreTried,
     RunFailed,
     RunFinished,
     RunStarted,
     StepDone,
+    Straggler,
 )
 from paceline.track.pace import Pace, clock, count, duration, number, plural, rate, size
 
@@ -191,14 +199,18 @@ def _is_warning(event: Event) -> bool:
         return event.level == "warning"
     if isinstance(event, RestoreTried):  # a rung that is simply not there is no trouble
         return not event.ok and event.step is not None
-    return isinstance(event, NonFinite | CheckpointFailed)
+    if isinstance(event, NodeLeft):
+        return event.reason == "lost"
+    return isinstance(
+        event, NonFinite | CheckpointFailed | RankLost | GaveUp | HangFound | Straggler
+    )
 
 
 def _describe(event: Event) -> str | None:
     """An event as a line; ``None`` for those that need none."""
     match event:
         case RanksStarted():
-            return f"starting {plural(event.nproc, 'rank')}"
+            return f"starting {_ranks(event)}"
         case RunStarted():
             steps = "" if event.total_steps is None else f", {plural(event.total_steps, 'step')}"
             begin = f"; going on after step {event.first_step}" if event.first_step else ""
@@ -234,4 +246,60 @@ def _describe(event: Event) -> str | None:
         case Note():
             return event.message
         case _:
+            return _describe_trouble(event)
+
+
+def _describe_trouble(event: Event) -> str | None:
+    """What befalls the ranks and their machines."""
+    match event:
+        case RankLost():
+            host = f" on {event.host}" if event.host else ""
+            who = f"rank {event.rank}{host}" if event.rank >= 0 else "the run"
+            how = {"hang": "hung", "node": "was lost with its machine"}.get(event.cause, "failed")
+            log = f"; its log: {event.log}" if event.log else ""
+            return f"{_at(event.step)}{who} {how}: {event.error.rstrip('.')}{log}"
+        case Restarting():
+            budget = "" if event.budget is None else f", restart {event.used} of {event.budget}"
+            delay = f" in {duration(event.delay)}" if event.delay else ""
+            # What failed or hung has just been said.
+            told = event.reason in ("failure", "hang")
+            detail = f": {event.detail}" if event.detail and not told else ""
+            why = event.reason.replace("_", " ")
+            return f"all ranks are started again{delay} ({why}{budget}){detail}"
+        case GaveUp():
+            return f"giving up: {event.reason}"
+        case NodeLeft():
+            how = {"lost": "is lost", "preempted": "was told to leave"}.get(event.reason, "left")
+            return f"machine {event.host} {how}"
+        case NodeJoined():
+            return f"machine {event.host} joined"
+        case HangFound():
+            if not event.seconds:  # seen without any standing still
+                return f"{_at(event.step)}{event.summary}"
+            then = {
+                "restart": "; if it goes on, all ranks are restarted",
+                "stop": "; if it goes on, the run is stopped",
+            }
+            stood = f"nothing has moved for {duration(event.seconds)}: {event.summary}"
+            # The rest of the report, below its first line: every rank, and the stacks.
+            _, newline, rest = event.detail.partition("\n")
+            return f"{_at(event.step)}{stood}{then.get(event.action, '')}{newline}{rest}"
+        case HangOver():
+            return f"{_at(event.step)}moving again, after {duration(event.seconds)}"
+        case Straggler():
+            host = f" on {event.host}" if event.host else ""
+            waits = f"the others wait {event.costs:.3g} s a step for it ({event.share:.0%})"
+            return f"step {event.step}: rank {event.rank}{host} is slow in {event.phase}: {waits}"
+        case _:
             return None
+
+
+def _ranks(event: RanksStarted) -> str:
+    text = plural(event.world_size or event.nproc, "rank")
+    if len(event.nodes) > 1:
+        text += f" on {len(event.nodes)} machines ({', '.join(event.nodes)})"
+    return f"{text}, {event.idle} more standing by" if event.idle else text
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f"step {step}: "

@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
-from paceline.events import EpochDone, EvalDone, MemoryMeasured, StepDone
+from paceline.events import (
+    EpochDone,
+    EvalDone,
+    Event,
+    MemoryMeasured,
+    StepDone,
+    StepSplit,
+    Straggler,
+)
 
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "activations", "peak", "current")
 
 
-def scalars(event: StepDone | EvalDone | EpochDone | MemoryMeasured) -> list[tuple[str, float]]:
-    """(name, value) pairs of one event; all belong to ``event.step``."""
-    if isinstance(event, EvalDone):
-        return [(f"validation/{name}", value) for name, value in event.metrics.items()]
-    if isinstance(event, EpochDone):
-        return [("epoch/loss", event.loss)]
-    if isinstance(event, MemoryMeasured):
-        # The rank that holds most is the one that runs out.
-        return [(f"memory/{name}", float(max(getattr(event, name)))) for name in MEMORY]
+Numbers = StepDone | EvalDone | EpochDone | MemoryMeasured | StepSplit | Straggler
+"""The events that hold numbers worth a curve."""
+
+
+def scalars(event: Event) -> list[tuple[str, float]]:
+    """(name, value) pairs of one event; all belong to its ``step``."""
+    match event:
+        case StepDone():
+            return _of_step(event)
+        case EvalDone():
+            return [(f"validation/{name}", value) for name, value in event.metrics.items()]
+        case EpochDone():
+            return [("epoch/loss", event.loss)]
+        case MemoryMeasured():
+            # The rank that holds most is the one that runs out.
+            return [(f"memory/{name}", float(max(getattr(event, name)))) for name in MEMORY]
+        case StepSplit():
+            return _of_split(event)
+        case Straggler():
+            return [("straggler/seconds", event.costs), ("straggler/rank", float(event.rank))]
+        case _:
+            return []
+
+
+def _of_step(event: StepDone) -> list[tuple[str, float]]:
     found = [("train/loss", event.loss), ("train/lr", event.lr)]
     if event.grad_norm is not None:
         found.append(("train/grad_norm", event.grad_norm))
     if event.seconds > 0:
         found.append(("train/samples_per_second", event.samples / event.seconds))
+    return found
+
+
+def _of_split(event: StepSplit) -> list[tuple[str, float]]:
+    """The mean over the ranks, and the rank that takes longest: apart where one is slow."""
+    found = []
+    for phase, seconds in event.phases.items():
+        if seconds:
+            found.append((f"split/{phase}", sum(seconds) / len(seconds)))
+            found.append((f"split_slowest/{phase}", max(seconds)))
     return found

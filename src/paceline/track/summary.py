@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.events import (
@@ -13,6 +14,7 @@ from paceline.events import (
     CheckpointSaved,
     EvalDone,
     Event,
+    Restarting,
     RunFinished,
     RunStarted,
     StepDone,
@@ -31,6 +33,8 @@ class Summary:
     checkpoint: CheckpointSaved | None = None
     finished: RunFinished | None = None
     """How the run ended; ``None`` while it goes on, or when it was cut short."""
+    restarts: list[Restarting] = field(default_factory=list)
+    """Every time the ranks were started again without anybody asking."""
     samples: int = 0
     training_seconds: float = 0.0
 
@@ -65,6 +69,8 @@ class Summary:
             self.checkpoint = event
         elif isinstance(event, RunFinished):
             self.finished = event
+        elif isinstance(event, Restarting):
+            self.restarts.append(event)
 
     def lines(self) -> list[str]:
         """The outcome of a finished run, for a person."""
@@ -79,6 +85,10 @@ class Summary:
                 lines.append(line)
         if self.checkpoint is not None:
             lines.append(f"  checkpoint       {self.checkpoint.path}")
+        if self.restarts:
+            reasons = Counter(event.reason.replace("_", " ") for event in self.restarts)
+            told = ", ".join(f"{times} × {reason}" for reason, times in reasons.items())
+            lines.append(f"  restarts         {told} (paceline diagnose tells more)")
         return lines
 
     def _headline(self) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.errors import MissingExtra
-from paceline.events import EpochDone, EvalDone, Event, MemoryMeasured, RunStarted, StepDone
-from paceline.track.scalars import scalars
+from paceline.events import Event, RunStarted
+from paceline.track.scalars import Numbers, scalars
 from paceline.track.tracker import Recorder
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class TensorBoard(Recorder):
             if isinstance(event, RunStarted):
                 self.finish()
                 self._open(purge_step=event.first_step + 1)
-            elif isinstance(event, StepDone | EvalDone | EpochDone | MemoryMeasured):
+            elif isinstance(event, Numbers):
                 writer = self._writer or self._open(purge_step=None)
                 for tag, value in scalars(event):
                     writer.add_scalar(tag, value, event.step, walltime=event.time)

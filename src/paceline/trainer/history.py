@@ -8,19 +8,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline import events
-from paceline.events import EpochDone, EvalDone, Event, RunFinished, StepDone
+from paceline.events import (
+    EpochDone,
+    EvalDone,
+    Event,
+    HangFound,
+    Restarting,
+    RunFinished,
+    RunStarted,
+    StepDone,
+    StepSplit,
+    Straggler,
+)
 
 
 @dataclass
 class History:
     """Per-step, per-evaluation and per-epoch records of a run, in order.
 
-    A step that was run again after a resume appears once, with its last values.
+    A step that was run again after a resume appears once, with its last values. What befell the
+    run (restarts, hangs, stragglers) is all there: it did happen. The launcher's part of it, the
+    restarts and hangs, is known where the events were read from disk.
     """
 
     steps: list[StepDone] = field(default_factory=list)
     evals: list[EvalDone] = field(default_factory=list)
     epochs: list[EpochDone] = field(default_factory=list)
+    splits: list[StepSplit] = field(default_factory=list)
+    """Where the time of the steps went, by rank."""
+    stragglers: list[Straggler] = field(default_factory=list)
+    hangs: list[HangFound] = field(default_factory=list)
+    restarts: list[Restarting] = field(default_factory=list)
     reason: str = ""
     """Why the run ended: ``done``, ``stopped`` or ``interrupted``; empty while it runs."""
     seconds: float = 0.0
@@ -51,9 +69,21 @@ class History:
         elif isinstance(event, EpochDone):
             self.epochs = [e for e in self.epochs if e.epoch != event.epoch]
             self.epochs.append(event)
+        elif isinstance(event, RunStarted):
+            # It goes on from an earlier step, or from the beginning: what came later is undone.
+            self._rewind(event.first_step + 1)
+            self.reason = ""
         elif isinstance(event, RunFinished):
             self.reason = event.reason
             self.seconds += event.seconds
+        elif isinstance(event, StepSplit):
+            self.splits.append(event)
+        elif isinstance(event, Straggler):
+            self.stragglers.append(event)
+        elif isinstance(event, HangFound):
+            self.hangs.append(event)
+        elif isinstance(event, Restarting):
+            self.restarts.append(event)
 
     def _rewind(self, step: int) -> None:
         if self.steps and self.steps[-1].step >= step:

@@ -28,12 +28,13 @@ from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.saving import Checkpoints, Restored
-from paceline.trainer.stopping import GO_ON, INTERRUPT, Interrupted, StopRequests
+from paceline.trainer.splitting import StepSplits
+from paceline.trainer.stopping import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
 
-_REASONS = {GO_ON: "done", INTERRUPT: "interrupted"}
+_REASONS = {GO_ON: "done", LEAVE: "interrupted", INTERRUPT: "interrupted"}
 
 
 class Loop:
@@ -57,6 +58,8 @@ class Loop:
         self.train, self.val = train, val
         self.total_steps, self.epochs = total_steps, epochs
         self.reporter, self.stops = reporter, stops
+        self.splits = StepSplits(self.engine, trainer.split_every, reporter.emit)
+        self.pulse = self.world.pulse
         self.checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.add("loop", self)
@@ -70,6 +73,8 @@ class Loop:
         self.samples = 0
         self._steps_run = 0
         self._snapshots_failed = False
+        self._snapped_at = -1
+        self._longest_save = 0.0
         self._saved_time = time.monotonic()  # clocks on the wall may go back
         self._unreported: list[tuple[int, StepResult, float]] = []
 
@@ -98,11 +103,13 @@ class Loop:
                 self._evaluate()
             while request == GO_ON and not self._finished():
                 request = self._run_epoch()
-            if request != INTERRUPT:
+            if request < LEAVE:
                 self._evaluate()
         except Interrupted:
-            request = INTERRUPT
-        if self.trainer.checkpoint.at_end or request == INTERRUPT:
+            request = self.stops.agreed
+        if request >= LEAVE:
+            self._save_and_leave()
+        elif self.trainer.checkpoint.at_end:
             self._save("stop" if request else "end")
         self._report_saves(last=True)
         history = self._finish(_REASONS.get(request, "stopped"))
@@ -118,9 +125,13 @@ class Loop:
         """Steps up to the end of the epoch, or of the run; what the ranks agreed on."""
         over = False
         waited_from = time.perf_counter()
+        self.pulse.enter("data")
         for batch in self.train:
+            self.pulse.enter("other")
             epoch = self.trainer.epoch = self._epoch_of_batch()
             result = self._step(batch)
+            self.pulse.enter("other")
+            self.splits.after(result.step)
             self._step_done(epoch, result, time.perf_counter() - waited_from)
             over = self.train.epoch > epoch
             if over:
@@ -131,6 +142,7 @@ class Loop:
             if request != GO_ON or self._finished():
                 return request
             waited_from = time.perf_counter()
+            self.pulse.enter("data")
         if not over:  # a stream tells that it has ended only when asked for more
             self._epoch_done(self.trainer.epoch)
             return self._save_if_due(0, epoch_over=True)
@@ -251,7 +263,7 @@ class Loop:
         self._keep_best(metrics)
 
     def _leave_if_interrupted(self) -> None:
-        if self.stops.agree() == INTERRUPT:
+        if self.stops.agree() >= LEAVE:
             raise Interrupted
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
@@ -301,7 +313,9 @@ class Loop:
             return
         self._catch_up()
         try:
-            checkpoints.snapshot()
+            with self.pulse.during("checkpoint"):
+                checkpoints.snapshot()
+            self._snapped_at = self.engine.steps_done
         except CheckpointError as error:
             if self.trainer.checkpoint.on_failure == "stop":
                 raise
@@ -309,6 +323,32 @@ class Loop:
             step = self.engine.steps_done
             told = f"{error} No more copies are kept in memory in this run."
             self.reporter.emit(CheckpointFailed(step=step, reason="memory", error=told))
+
+    def _save_and_leave(self) -> None:
+        """Save because of a signal, and say so where the time may not be enough for it.
+
+        A save of this step that is under way is not begun anew; one of an earlier step comes first.
+        """
+        grace = self.trainer.grace
+        if grace is not None and self.saved_at != self.engine.steps_done:
+            self._hear_of_saves(wait=True)
+            needed, since = self.stops.most_seconds(self._longest_save)
+            if needed > grace - since:
+                self._tell_short_of_time(needed, grace, since)
+        self._save("stop")
+
+    def _tell_short_of_time(self, needed: float, grace: float, since: float) -> None:
+        step = self.engine.steps_done
+        told = (
+            f"step {step} is being saved, but that took up to {needed:.0f} s so far, and of the "
+            f"{grace:.0f} s before the ranks are ended {max(grace - since, 0):.0f} are left"
+        )
+        if self.trainer.checkpoint.memory_every is not None and self.checkpoints is not None:
+            if self._snapped_at != step:
+                self._snapshot(self.checkpoints)
+            if self._snapped_at == step:
+                told += "; a copy is in memory"
+        self.reporter.emit(Note(message=told, level="warning"))
 
     def _save(self, reason: str) -> None:
         """Begin a checkpoint of this step, unless there is one already. A collective."""
@@ -318,33 +358,43 @@ class Loop:
         self._catch_up()
         self.saved_at = step
         metrics = self.last_metrics if self.evaluated_at == step else {}
-        self.checkpoints.save(reason=reason, metrics=metrics, info={"epoch": self.trainer.epoch})
+        info = {"epoch": self.trainer.epoch}
+        self.pulse.pause()
+        with self.pulse.during("checkpoint"):
+            self.checkpoints.save(reason=reason, metrics=metrics, info=info)
         self._saved_time = time.monotonic()
         if not self.trainer.checkpoint.asynchronous:
             self._report_saves()
 
     def _report_saves(self, *, last: bool = False) -> None:
         """Tell how saves ended; ``last`` waits for the one being written and wants it good."""
-        ended = self.tell_saves(wait=last)
+        ended = self._hear_of_saves(wait=last)
+        failed = ended[-1].error if ended else None
+        if failed is not None and (last or self.trainer.checkpoint.on_failure == "stop"):
+            raise CheckpointError(failed)
+
+    def _hear_of_saves(self, *, wait: bool) -> list[Outcome]:
+        """As :meth:`tell_saves`, and the callbacks hear of those that are good."""
+        ended = self.tell_saves(wait=wait)
         for outcome in ended:
             path = outcome.path
             if outcome.error is None:
                 self._each("on_checkpoint", self.trainer, path if "://" in path else Path(path))
-        failed = ended[-1].error if ended else None
-        if failed is not None and (last or self.trainer.checkpoint.on_failure == "stop"):
-            raise CheckpointError(failed)
+        return ended
 
     def tell_saves(self, *, wait: bool) -> list[Outcome]:
         """Report the saves that ended; with ``wait``, also the one that is being written."""
         if self.checkpoints is None:
             return []
-        ended = self.checkpoints.finished(wait=wait)
+        with self.pulse.during("checkpoint"):
+            ended = self.checkpoints.finished(wait=wait)
         for outcome, reason, stalled in ended:
             if outcome.error is not None:
                 self.reporter.emit(
                     CheckpointFailed(step=outcome.step, reason=reason, error=outcome.error)
                 )
                 continue
+            self._longest_save = max(self._longest_save, outcome.seconds)
             self.reporter.emit(
                 CheckpointSaved(
                     step=outcome.step,
@@ -401,6 +451,7 @@ class Loop:
 
     def _announce(self) -> None:
         engine = self.engine
+        self.pulse.step = engine.steps_done
         self.reporter.emit(
             RunStarted(
                 layout=str(engine.layout),
@@ -433,8 +484,10 @@ class Loop:
         return self.reporter.history
 
     def _each(self, method: str, *arguments: Any) -> None:
-        for callback in self.trainer.callbacks:
-            getattr(callback, method)(*arguments)
+        if self.trainer.callbacks:
+            with self.pulse.during("callbacks"):
+                for callback in self.trainer.callbacks:
+                    getattr(callback, method)(*arguments)
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -96,8 +96,10 @@ def _is_number(value: Any) -> bool:
 
 def _at_least_one(options: Any, *names: str) -> None:
     for name in names:
-        value = getattr(options, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise TrainingError(
-                f"{type(options).__name__}: {name}={value!r} must be a whole number, 1 or more."
-            )
+        check_count(type(options).__name__, name, getattr(options, name))
+
+
+def check_count(whose: str, name: str, value: Any) -> None:
+    """Refuse anything but ``None`` and a whole number from 1 up."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise TrainingError(f"{whose}: {name}={value!r} must be a whole number, 1 or more.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from paceline.diagnose.oversee import HangOverseer, to_stderr
 from paceline.errors import LaunchError
 from paceline.events import FILE_NAME
 from paceline.launch import local
@@ -57,6 +58,11 @@ def fit(
                     nproc=nproc,
                     log_dir=None if trainer.run_dir is None else trainer.run_dir / "logs",
                     events_dir=events_dir,
+                    overseer=lambda: HangOverseer(
+                        action="restart",
+                        events_dir=events_dir,
+                        say=None if trackers else to_stderr,
+                    ),
                 )
             except KeyboardInterrupt:
                 begun = (events_dir / FILE_NAME).exists()

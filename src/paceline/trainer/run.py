@@ -18,8 +18,11 @@ from paceline.data import steps_per_epoch
 from paceline.data.text import ByteText, unigram_loss
 from paceline.engine import EngineOptions
 from paceline.engine.loss import LossFunction
-from paceline.errors import ConfigError
-from paceline.events import Baseline, EventLog
+from paceline.errors import ConfigError, LayoutError
+from paceline.events import Baseline, EventLog, Note
+from paceline.layout import Layout
+from paceline.layout.fitting import fit
+from paceline.layout.layout import read_degrees
 from paceline.parallel.pipeline import Pipelining
 from paceline.parallel.shard import Sharding
 from paceline.parallel.tensor import TensorParallel
@@ -31,14 +34,17 @@ from paceline.world import World
 
 def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
     """Build what ``config`` names and train it, on this rank of the world."""
-    world = World.init(device=config.launch.device, timeout=config.launch.timeout)
+    world = World.init(
+        device=config.launch.device,
+        timeout=config.launch.timeout,
+        hang_after=config.hangs.after or 0.0,
+    )
+    layout = layout_for(config, world.size)
     torch.manual_seed(config.seed)  # the same initial weights on every rank
     model = make_model(config)
     train, val = make_datasets(config)
-    if world.is_main and isinstance(train, ByteText) and isinstance(val, ByteText):
-        log = EventLog(run_dir)
-        log.write(Baseline(name="byte unigrams of the same text", loss=unigram_loss(train, val)))
-        log.close()
+    if world.is_main:
+        _tell_about(config, layout, train, val, run_dir, again=world.restart_count > 0)
     trainer = Trainer(
         model,
         optimizer=make_optimizer(config, model),
@@ -47,6 +53,7 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
         run_dir=run_dir,
         seed=config.seed,
         measure_memory=config.track.memory,
+        split_every=config.track.split_every,
         progress=False,  # the launcher reads the events and shows them
         data=DataOptions(
             workers=config.data.workers,
@@ -72,18 +79,45 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
             memory_every=config.checkpoint.memory_every,
             start_from=config.checkpoint.start_from,
         ),
-        **engine_options(config, train),
+        **engine_options(config, train, layout),
     )
     trainer.events_are_shown = True
+    trainer.grace = config.launch.grace
     return trainer.fit(
         train, val, epochs=config.train.epochs, steps=config.train.steps, resume=resume
     )
 
 
-def engine_options(config: Config, train: Any) -> EngineOptions:
-    """The engine's options that ``config`` names, for training on the dataset ``train``."""
+def layout_for(config: Config, ranks: int) -> Layout:
+    """The layout of ``config`` on a world of ``ranks``, which may have lost or gained some."""
+    layout = fit(config.layout, ranks)
+    if layout is None:
+        raise LayoutError(
+            f"layout {config.layout!r} does not fit on {ranks} rank{'' if ranks == 1 else 's'}, "
+            "not even with dp=1. Start more ranks, or change the layout."
+        )
+    return layout
+
+
+def _tell_about(
+    config: Config, layout: Layout, train: Any, val: Any, run_dir: Path, *, again: bool
+) -> None:
+    """Write what the trainer does not know: another layout than asked for, and the baseline."""
+    log = EventLog(run_dir)
+    if any(getattr(layout, axis) != asked for axis, asked in read_degrees(config.layout).items()):
+        log.write(Note(message=f"goes on as {layout} (asked for: {config.layout})"))
+    if not again and isinstance(train, ByteText) and isinstance(val, ByteText):
+        log.write(Baseline(name="byte unigrams of the same text", loss=unigram_loss(train, val)))
+    log.close()
+
+
+def engine_options(config: Config, train: Any, layout: Layout | None = None) -> EngineOptions:
+    """The engine's options that ``config`` names, for training on the dataset ``train``.
+
+    ``layout`` stands in for that of ``config``.
+    """
     return EngineOptions(
-        layout=config.layout,
+        layout=layout or config.layout,
         microbatch=config.batch.microbatch,
         precision=config.precision,
         clip_norm=config.train.clip_norm,

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from paceline.launch.codes import PEER_LEAVES, TOLD_TO_LEAVE
 from paceline.world import World
 
-GO_ON, STOP, INTERRUPT = 0, 1, 2
+GO_ON, STOP, LEAVE, INTERRUPT = 0, 1, 2, 3
+"""What ranks can be asked, from the weakest to the strongest: to end the run early; to save and
+leave, because machines are taken away or the world forms anew (SIGTERM); the same because a person
+ends the run (Ctrl-C)."""
 
 
 class Interrupted(Exception):
@@ -23,7 +28,7 @@ class Agreed(NamedTuple):
     """What the ranks agreed on after a step."""
 
     request: int
-    """The strongest request of any rank: go on, stop, interrupt."""
+    """The strongest request of any rank: go on, stop, leave, interrupt."""
     save: bool
     """Some rank asks for a checkpoint now."""
     busy: bool
@@ -46,7 +51,10 @@ class StopRequests:
         self._before: dict[signal.Signals, Any] = {}
         self._save_before: Any = None
         self.signal: int | None = None
+        self.agreed = GO_ON
+        """What the ranks agreed on last."""
         self.reason = ""
+        self._signalled: float | None = None
 
     def ask(self, request: int, reason: str = "") -> None:
         """Ask, from this rank, that the run ends after the current step."""
@@ -55,19 +63,38 @@ class StopRequests:
 
     def agree(self) -> int:
         """The strongest request of any rank. A collective: every rank calls it."""
-        return self._strongest([self._own])[0]
+        [self.agreed] = self._strongest([self._own])
+        return self.agreed
 
     def agree_after_step(self, *, save: bool, busy: bool) -> Agreed:
         """The same, and what else the ranks must do together. A collective."""
         asked, self._save_asked = self._save_asked, False
         request, save_now, any_busy = self._strongest([self._own, save or asked, busy])
+        self.agreed = request
         return Agreed(request, bool(save_now), bool(any_busy))
+
+    def most_seconds(self, own: float) -> tuple[float, float]:
+        """The longest of all ranks' ``own``, and since the first signal. A collective."""
+        since = 0.0 if self._signalled is None else time.monotonic() - self._signalled
+        milliseconds = self._strongest([int(1000 * own), int(1000 * since)])
+        return milliseconds[0] / 1000, milliseconds[1] / 1000
+
+    def leave(self, message: str) -> NoReturn:
+        """End this rank after the state has been saved, as the ranks agreed to.
+
+        After a Ctrl-C as a Ctrl-C does. After SIGTERM with a code that tells a launcher whose
+        machine has to leave: this one's, or another's.
+        """
+        if self.agreed == INTERRUPT:
+            raise KeyboardInterrupt(message)
+        raise SystemExit(TOLD_TO_LEAVE if self.signal == signal.SIGTERM else PEER_LEAVES)
 
     def _strongest(self, values: list[int]) -> list[int]:
         if self._world.size == 1:
             return values
         shared = torch.tensor([int(value) for value in values])
-        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._world.everyone.cpu_group)
+        with self._world.pulse.during("waiting"):
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._world.everyone.cpu_group)
         return [int(value) for value in shared.tolist()]
 
     def __enter__(self) -> StopRequests:
@@ -92,7 +119,8 @@ class StopRequests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        self.ask(INTERRUPT)
+        self._signalled = time.monotonic()
+        self.ask(LEAVE if number == signal.SIGTERM else INTERRUPT)
         self._put_back()
 
     def _put_back(self) -> None:

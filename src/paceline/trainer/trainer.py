@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -29,7 +28,7 @@ from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
 from paceline.trainer.evaluate import Metric, WholeSet
 from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
-from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
+from paceline.trainer.options import Checkpointing, DataOptions, Evaluation, check_count
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.restoring import load_weights
 from paceline.trainer.saving import Checkpoints, Stateful
@@ -57,6 +56,8 @@ class Trainer:
         data, evaluation, checkpoint: how batches are drawn, when to evaluate, what to save.
         timeout: seconds a rank waits for the others.
         measure_memory: measure the second step, and report the bytes on each rank as an event.
+        split_every: every so many steps, report where each rank's time went, and who is slow, as
+            events; ``None`` does not.
         objects: by name, anything else to save and restore: it needs ``state_dict`` and
             ``load_state_dict``.
     """
@@ -79,6 +80,7 @@ class Trainer:
         checkpoint: Checkpointing = Checkpointing(),
         timeout: float | None = None,
         measure_memory: bool = False,
+        split_every: int | None = 50,
         objects: Mapping[str, Stateful] | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
@@ -100,12 +102,16 @@ class Trainer:
         self.data, self.evaluation, self.checkpoint = data, evaluation, checkpoint
         self.timeout = timeout
         self.measure_memory = measure_memory
+        check_count("Trainer", "split_every", split_every)
+        self.split_every = split_every
         self.objects = dict(objects or {})
         self.engine_options = engine
         # Where this rank writes events; fit(nproc=…) sets it where there is no run_dir.
         self.events_dir = self.run_dir
         # Whether somebody else follows the events and shows them: a launcher, or fit(nproc=…).
         self.events_are_shown = False
+        # Seconds from a signal until a launcher ends the ranks, where one has told.
+        self.grace: float | None = None
         self.epoch = 0
         self._engine: Engine | None = None
         self._stops: StopRequests | None = None
@@ -147,8 +153,9 @@ class Trainer:
         ``nproc`` brings up that many ranks, waits for them, and takes over what they learned.
 
         ``resume`` goes on from the newest checkpoint in ``run_dir`` (from the beginning where
-        there is none). Ctrl-C or SIGTERM ends the run after the current step, saves a checkpoint
-        where there is a ``run_dir``, and raises ``KeyboardInterrupt``.
+        there is none). Ctrl-C or SIGTERM on any rank ends the run after the current step on all of
+        them, saves a checkpoint where there is a ``run_dir``, and raises ``KeyboardInterrupt``, or
+        after SIGTERM ``SystemExit`` (143 where the signal came, 75 on the other ranks).
         """
         _check_length(epochs, steps)
         self._check_folder(resume)
@@ -194,7 +201,8 @@ class Trainer:
         self.model, self.optimizer = self._engine.model, self._engine.optimizer
         train_loader = self._loader(train, "train")
         val_loader = None if val is None else self._loader(val, "val")
-        goes_on = self.checkpoint_dir is not None and (resume or world.restart_count > 0)
+        restarted = world.restart_count > 0
+        goes_on = self.checkpoint_dir is not None and (resume or restarted)
         reporter = self._reporter(world, goes_on)
         checkpoints = self._checkpoints(reporter, train_loader)
         clean = False
@@ -214,6 +222,9 @@ class Trainer:
                 went_on = False
                 if goes_on and checkpoints is not None:
                     went_on = self._resume(loop, checkpoints)
+                elif restarted:
+                    told = "without a run_dir nothing was saved: the run starts from the beginning"
+                    reporter.emit(Note(message=told, level="warning"))
                 if self.checkpoint.start_from is not None and not went_on:
                     path = load_weights(self._engine, self.checkpoint.start_from)
                     reporter.emit(Note(message=f"starting with the weights of {path}"))
@@ -230,7 +241,7 @@ class Trainer:
                 if val_loader is not None:
                     val_loader.close()
         if history.reason == "interrupted":
-            leave(stops.signal, where_stopped(history, self.run_dir))
+            stops.leave(where_stopped(history, self.run_dir))
         return history
 
     def _loader(self, data: Any, name: str) -> Loader:
@@ -395,10 +406,3 @@ def _total_steps(train: Loader, epochs: int | None, steps: int | None) -> int | 
         return steps
     assert epochs is not None
     return None if train.steps_per_epoch is None else epochs * train.steps_per_epoch
-
-
-def leave(number: int | None, message: str) -> None:
-    """End as the signal would have ended us, after the state has been saved."""
-    if number == signal.SIGTERM:
-        raise SystemExit(128 + signal.SIGTERM)
-    raise KeyboardInterrupt(message)

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from paceline.diagnose import flight
+from paceline.diagnose.pulse import Pulse
+from paceline.diagnose.watch import Member, Watch
 from paceline.errors import WorldError
 from paceline.launch.environment import Environment
 
@@ -19,6 +22,7 @@ BACKENDS = ("auto", "gloo", "nccl")
 # that is closed and joined again must not find its peers still talking to a dead server.
 _stores: dict[tuple[str, int, int], Store] = {}
 _worlds_joined: dict[tuple[str, int, int], int] = {}
+_lent: set[tuple[str, int, int]] = set()
 
 
 def choose_device(device: str | torch.device, backend: str, place: Environment) -> torch.device:
@@ -118,15 +122,38 @@ def join(
     return store
 
 
+def record_collectives(place: Environment | None) -> None:
+    """Have torch record the collectives of the world to come, where there will be a watch."""
+    if _can_be_watched(place):
+        flight.switch_on()
+
+
+def start_watch(place: Environment, pulse: Pulse, after: float) -> Watch | None:
+    """Watch this rank for hangs; ``None`` where ranks have no store to meet at."""
+    if not _can_be_watched(place):
+        return None
+    address, port, restarts = _meeting_place(place)
+    world = (restarts, _worlds_joined.get((address, port, restarts), 0))
+    watch = Watch(Member(place.rank, place.size, address, port, world), pulse, after)
+    watch.start()
+    return watch
+
+
+def _can_be_watched(place: Environment | None) -> bool:
+    return place is not None and place.address is not None and _meeting_place(place) not in _lent
+
+
 def lend_store(place: Environment, store: Store) -> None:
     """Join at ``place`` through ``store`` instead of a new connection to its address."""
     _stores[_meeting_place(place)] = store
+    _lent.add(_meeting_place(place))
 
 
 def forget_stores() -> None:
     """Drop the connections to every meeting place; for processes that live through many worlds."""
     _stores.clear()
     _worlds_joined.clear()
+    _lent.clear()
 
 
 def _meeting_place(place: Environment) -> tuple[str, int, int]:

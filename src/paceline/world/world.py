@@ -17,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.diagnose.pulse import Pulse
+from paceline.diagnose.watch import Watch, chosen_after
 from paceline.errors import CollectiveMismatch, WorldError
 from paceline.launch.environment import Environment, read_environment
 from paceline.layout import Layout
@@ -79,6 +80,7 @@ class World:
         self._background: dict[str, dist.ProcessGroup] = {}
         self.pulse = Pulse()
         """Where this rank is: marked by engine and trainer, read by the watch for hangs."""
+        self._watch: Watch | None = None
         self._closed = False
         self._barriers = 0
         self.everyone = self._make_group(tuple(range(self.size)))
@@ -91,6 +93,7 @@ class World:
         device: str | torch.device = "auto",
         timeout: float | None = None,
         checks: bool | None = None,
+        hang_after: float | None = None,
     ) -> World:
         """Join the world the launcher describes (``RANK``, ``WORLD_SIZE``, …), or stand alone.
 
@@ -98,7 +101,8 @@ class World:
         ``auto`` (this rank's own GPU, else the CPU) or a device. ``timeout`` (seconds, default
         300) bounds the wait for other ranks, here and in every collective. ``checks=False``
         switches off the comparison of calls before each collective; it must be the same on all
-        ranks.
+        ranks. Ranks that have not moved for ``hang_after`` seconds (default 60, 0: never) are
+        reported with what they wait for; see docs/guides/hangs.md.
 
         A process group that someone else initialised is used, and left alone on close. Joining
         again returns the world already joined; asking it for different settings is refused.
@@ -109,11 +113,16 @@ class World:
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise WorldError(f"timeout={timeout!r} must be a number of seconds above 0.")
         limit = timedelta(seconds=seconds)
+        after = chosen_after(hang_after)
         place = read_environment()
         if dist.is_available() and dist.is_initialized():
             world = cls._adopt(place, backend, device, limit, checks is not False)
         else:
+            if after:
+                joining.record_collectives(place)
             world = cls._join(place, backend, device, limit, checks is not False)
+        if after and place is not None:
+            world._watch = joining.start_watch(place, world.pulse, after)
         cls._joined = world
         return world
 
@@ -264,6 +273,8 @@ class World:
         self._closed = True
         if World._joined is self:
             World._joined = None
+        if self._watch is not None:
+            self._watch.stop()
         for group in self._groups.values():
             group.close()
         # A forked child holds a copy of this object, not of the connections.

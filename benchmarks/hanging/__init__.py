@@ -1,0 +1,1 @@
+"""Hangs on purpose, for benchmarks/hangs.py."""

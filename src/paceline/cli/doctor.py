@@ -1,0 +1,82 @@
+"""``paceline doctor``: what would go wrong with a run, found before it is launched."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.options import ConfigFile, Overrides
+
+
+def doctor(
+    config: ConfigFile = None,
+    nproc: Annotated[
+        str | None, typer.Option(metavar="N", help="How many ranks each machine will run.")
+    ] = None,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="How many machines, or least:most. Start the same command on each of them.",
+        ),
+    ] = None,
+    rdzv: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where they meet: one of the machines."),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to wait for the other machines.")
+    ] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Check this machine, or several together, for what would go wrong with a run.
+
+    Network, folders, disk, memory, limits, versions, speed, GPUs and the config itself; each
+    finding comes with its fix. The exit status is 1 when something failed, 2 for a mistake in the
+    command.
+    """
+    signal.signal(signal.SIGTERM, _leave)  # as Ctrl-C: helper processes and files go first
+    given = {"nproc": nproc, "nnodes": nnodes, "rdzv": rdzv}
+    flags = {
+        f"launch.{name}={value}": f"--{name} {value}"
+        for name, value in given.items()
+        if value is not None
+    }
+    try:
+        sound = _examine(config, overrides or [], flags, wait, as_json)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise SystemExit(130) from None
+    if not sound:
+        raise SystemExit(1)
+
+
+def _examine(
+    config: str | None, overrides: list[str], flags: dict[str, str], wait: float, as_json: bool
+) -> bool:
+    from paceline.doctor.examine import Request, examine
+    from paceline.doctor.judge import judge
+    from paceline.doctor.report import is_sound, show, to_json
+    from paceline.errors import ConfigError
+
+    if not wait > 0:
+        raise ConfigError(f"--wait {wait:g}: must be a number of seconds above 0")
+    facts = examine(
+        Request(config, overrides, wait, flags, say=lambda text: typer.echo(text, err=True))
+    )
+    findings = judge(facts)
+    if as_json:
+        typer.echo(to_json(findings, facts))
+    else:
+        from rich.console import Console
+
+        show(findings, Console())
+    return is_sound(findings)
+
+
+def _leave(number: int, frame: Any) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,252 @@
+"""``paceline train`` on several machines: the run they have in common, as one of them sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.endpoints import endpoints
+from paceline.config.fields import node_range
+from paceline.errors import ConfigError, LaunchError
+from paceline.events import Event, EventLog
+from paceline.launch.run_folder import RunFolder, has_mark
+from paceline.version import __version__
+
+if TYPE_CHECKING:
+    from paceline.config import Config
+    from paceline.launch.meeting import Meeting
+    from paceline.launch.members import Run
+
+_NOT_COMPARED = ("launch.rdzv",)
+"""Keys that each machine may spell in its own way."""
+_TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+
+
+@dataclass
+class Joined:
+    """This machine's part in a run of several machines."""
+
+    meeting: Meeting
+    run: RunFolder
+    resume: bool
+    shared: bool
+    """Whether the run's folder is the one that node 0 made, or this machine's own."""
+    env: dict[str, str]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this machine is node 0, which writes the run's events and shows them."""
+        return self.meeting.node == 0
+
+    def job_options(self, config: Config | None = None) -> dict[str, Any]:
+        """What a ``LocalJob`` needs to know of it; ``config`` is ``None`` for a script."""
+        options: dict[str, Any] = {
+            "rendezvous": lambda: self.meeting,
+            "host": self.meeting.host,
+            "env": self.env,
+        }
+        if config is not None:
+            options["places"] = places_for(config)
+            options["events_dir"] = self.run.path if self.shared or self.is_main else None
+        return options
+
+    def where(self) -> str:
+        """Which node this is, and where to look."""
+        hosts = self.meeting.nodes
+        me = f"node {self.meeting.node} of {len(hosts)} ({self.meeting.host})"
+        if self.is_main:
+            return f"{me}; with {', '.join(hosts[1:])}" if hosts[1:] else f"{me}, so far alone"
+        return f"{me}; the run is shown on node 0 ({hosts[0]})"
+
+
+class Nodes:
+    """Makes or takes over the run's folder when the machines have met; see ``RunHooks``."""
+
+    def __init__(
+        self,
+        make_folder: Callable[[], RunFolder],
+        *,
+        resume: str | None,
+        config_text: str | None,
+        checkpoint_where: str | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._make_folder, self._stack = make_folder, stack
+        self._resume = resume
+        self._config_text = config_text
+        self._checkpoint_where = checkpoint_where
+        self._log: EventLog | None = None
+        self.run: RunFolder | None = None
+        self.shared = True
+
+    def make(self) -> Run:
+        """The run's folder, made here; all machines get to know it."""
+        from paceline.launch.members import Run
+
+        run = RunFolder(Path(os.path.abspath(self._make_folder().path)))
+        identity = uuid.uuid4().hex
+        places = self._checkpoint_places(run)
+        self._hold(run, identity)
+        run.mark(identity, places)
+        self._stack.callback(run.unmark, identity, places)
+        self._save_config(run)
+        return Run(str(run.path), identity, tuple(places), self._resume is not None)
+
+    def take(self, run: Run) -> None:
+        """Take part in a run that another machine made, in its folder or in one like it."""
+        folder = RunFolder(Path(run.path))
+        if self._resume is not None and os.path.abspath(self._resume) != run.path:
+            raise ConfigError(
+                f"--resume {self._resume}: the machines that meet here work on {run.path}. Start "
+                "all of them with the same command."
+            )
+        for place in run.places:
+            if not has_mark(place, run.identity):
+                raise ConfigError(_unseen(place))
+        self.shared = has_mark(run.path, run.identity)
+        if not self.shared:
+            try:
+                folder.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"run folder {run.path!r}, made by another machine, cannot be made here: "
+                    f"{error.strerror or error}. Choose one that every machine can have, with "
+                    "--run-dir or track.run_dir."
+                ) from error
+        self._hold(folder, run.identity)
+        if not self.shared:
+            self._save_config(folder)
+
+    def write(self, event: Event) -> None:
+        """Append to the run's events; called on node 0 alone."""
+        if self._config_text is None:
+            return  # a script's run has no events
+        assert self.run is not None
+        if self._log is None:
+            self._log = EventLog(self.run.path)
+            self._stack.callback(self._log.close)
+        self._log.write(event)
+
+    def keep_log(self, name: str, data: bytes) -> None:
+        """Append to the copy of a log of another machine."""
+        assert self.run is not None
+        path = self.run.logs / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            file.write(data)
+
+    def _hold(self, run: RunFolder, identity: str) -> None:
+        self._stack.enter_context(run.in_use(identity))
+        self.run = run
+
+    def _save_config(self, run: RunFolder) -> None:
+        if self._config_text is not None:
+            run.save_config(self._config_text)
+
+    def _checkpoint_places(self, run: RunFolder) -> list[str]:
+        """The folder of checkpoints, which all machines must see; a URL is seen by all."""
+        where = self._checkpoint_where
+        if self._config_text is None or (where is not None and "://" in where):
+            return []
+        return [str(run.path / (where or run.checkpoints.name))]
+
+
+def meet(
+    config: Config,
+    nodes: Nodes,
+    asked: Mapping[str, str],
+    stack: contextlib.ExitStack,
+) -> Joined:
+    """Meet the other machines for the first time; returns when a world has formed."""
+    env = _quiet_torch()
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    from paceline.launch.gathering import RunHooks, Settings
+    from paceline.launch.meeting import Meeting
+    from paceline.launch.news import LogTail
+
+    launch = config.launch
+    least, most = node_range(launch.nnodes)
+    assert launch.rdzv is not None
+    assert isinstance(launch.nproc, int)
+    settings = Settings(
+        places=endpoints(launch.rdzv),
+        least=least,
+        most=most,
+        node_timeout=launch.node_timeout,
+        rejoin_timeout=launch.rejoin_timeout,
+        nproc=launch.nproc,
+        asked=asked,
+    )
+    if len(settings.places) > 1 and 2 * least <= most:
+        _say(
+            f"warning: launch.rdzv names a stand-in, and {least} of {most} machines may go on "
+            "alone: if the network between them breaks, both sides will. A least number of "
+            f"{most // 2 + 1} (--nnodes {most // 2 + 1}:{most}) rules that out."
+        )
+    hooks = RunHooks(nodes.make, nodes.take, nodes.write, nodes.keep_log, _say)
+    meeting = Meeting(settings, hooks)
+    stack.callback(meeting.shutdown)
+    try:
+        meeting.open()
+    except RendezvousError as error:
+        raise LaunchError(f"the machines could not meet: {error}") from None
+    assert nodes.run is not None
+    assert meeting.run is not None
+    if not nodes.shared:
+        meeting.mailbox.logs = LogTail(nodes.run.logs, meeting.host)
+    return Joined(meeting, nodes.run, meeting.run.resume, nodes.shared, env)
+
+
+def asked_of(config: Mapping[str, Any], **more: str) -> dict[str, str]:
+    """What a launcher was asked to run, in a form to compare it with what others were."""
+    flat = {key: repr(value) for key, value in config.items() if key not in _NOT_COMPARED}
+    return {**flat, "paceline's version": __version__, **more}
+
+
+def places_for(config: Config) -> Callable[[int], int]:
+    """How many ranks of a world the config's layout uses, by ``launch.shrink``; 0 is: wait."""
+    from paceline.layout import Layout
+    from paceline.layout.fitting import fit
+
+    whole = Layout.parse(config.layout)
+
+    def places(ranks: int) -> int:
+        fitted = fit(whole, ranks)
+        if fitted is None or (config.launch.shrink == "wait" and fitted != whole):
+            return 0
+        return fitted.world_size
+
+    return places
+
+
+def _unseen(place: str) -> str:
+    return (
+        f"checkpoint folder {place!r} is not the same folder here as on the machine that made it, "
+        "but all machines write their parts of a checkpoint there. Name one that all of them see: "
+        "--set checkpoint.where=/a/shared/folder or checkpoint.where=s3://bucket/run; or put the "
+        "whole run on a shared disk with track.run_dir."
+    )
+
+
+def _quiet_torch() -> dict[str, str]:
+    """Keep torch's C++ from printing a stack for every connection that is lost.
+
+    A lost connection is what launchers are there for. Returns what ranks are to have instead.
+    """
+    before = os.environ.get(_TORCH_LOG_LEVEL)
+    if before is not None or "torch" in sys.modules:
+        return {}
+    os.environ[_TORCH_LOG_LEVEL] = "FATAL"
+    return {_TORCH_LOG_LEVEL: "WARNING"}
+
+
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,135 @@
+"""The board: the part of the round's store where ranks leave signs of life and reports.
+
+Each thread that uses it has a connection of its own: a store's client serves one call at a time,
+and the training thread must never wait for the watch. Nothing here waits for long: a store that is
+slow or gone raises :class:`BoardGone`, and whoever was talking to it gives up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from paceline.diagnose.report import Beat, Report
+
+_TIMEOUT = timedelta(seconds=5)
+_PREFIX = "paceline/watch"
+
+
+class BoardGone(Exception):
+    """The store cannot be reached, or not in time."""
+
+
+class Board:
+    """A connection to the board at ``address:port``."""
+
+    def __init__(self, address: str, port: int) -> None:
+        try:
+            client = TCPStore(
+                address, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT
+            )
+        except (RuntimeError, ValueError) as error:
+            raise BoardGone(str(error)) from error
+        self._store = PrefixStore(_PREFIX, client)
+        self._seen: set[str] = set()
+
+    # Signs of life.
+
+    def post_beat(self, beat: Beat) -> None:
+        """Leave a sign of life."""
+        self._set(f"beat/{beat.rank}", beat.to_json())
+
+    def beats(self, ranks: Iterable[int]) -> dict[int, Beat]:
+        """The latest sign of life of each rank that ever left one."""
+        texts = self._read({rank: f"beat/{rank}" for rank in ranks})
+        return {rank: Beat.from_json(text) for rank, text in texts.items()}
+
+    # What ranks called, for comparison.
+
+    def post_digest(self, rank: int, text: str) -> None:
+        """Leave a digest of recent collectives."""
+        self._set(f"digest/{rank}", text)
+
+    def digests(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The latest digest of each rank."""
+        return self._read({rank: f"digest/{rank}" for rank in ranks})
+
+    # Questions and answers.
+
+    def ask(self) -> int:
+        """Ask every rank for a report; returns the number of the question."""
+        return self._add("asked", 1)
+
+    def asked(self) -> int:
+        """The number of the latest question."""
+        return self._add("asked", 0)
+
+    def answer(self, question: int, report: Report) -> None:
+        """Post a report."""
+        self._set(f"report/{question}/{report.rank}", report.to_json())
+
+    def answered(self, question: int, ranks: Iterable[int]) -> set[int]:
+        """Which of these ranks have been reported on."""
+        keys = {rank: f"report/{question}/{rank}" for rank in ranks}
+        return {rank for rank, key in keys.items() if self._has(key)}
+
+    def reports(self, question: int, ranks: Iterable[int]) -> dict[int, Report]:
+        """The reports there are."""
+        texts = self._read({rank: f"report/{question}/{rank}" for rank in ranks})
+        return {rank: Report.from_json(text) for rank, text in texts.items()}
+
+    # Who leads: asks, judges and tells.
+
+    def claim_lead(self, term: int) -> bool:
+        """Whether this is the first to claim the lead in that ``term``."""
+        return self._add(f"lead/{term}", 1) == 1
+
+    def show_lead(self, term: int, count: int) -> None:
+        """The leader of ``term`` is alive."""
+        self._set("leader", json.dumps([term, count]))
+
+    def leader(self) -> tuple[int, int]:
+        """Term and count that the leader showed last; (0, 0) before the first."""
+        text = self._read({0: "leader"}).get(0)
+        if text is None:
+            return 0, 0
+        term, count = json.loads(text)
+        return term, count
+
+    # The store.
+
+    def _set(self, key: str, text: str) -> None:
+        try:
+            self._store.set(key, text)
+        except RuntimeError as error:
+            raise BoardGone(str(error)) from error
+
+    def _add(self, key: str, amount: int) -> int:
+        try:
+            return int(self._store.add(key, amount))
+        except RuntimeError as error:
+            raise BoardGone(str(error)) from error
+
+    def _has(self, key: str) -> bool:
+        if key not in self._seen:
+            try:
+                if not self._store.check([key]):
+                    return False
+            except RuntimeError as error:
+                raise BoardGone(str(error)) from error
+            self._seen.add(key)  # keys are never deleted: asked once, known for ever
+        return True
+
+    def _read(self, keys: dict[int, str]) -> dict[int, str]:
+        """The values of those keys that exist; a store would wait for the others."""
+        there = {number: key for number, key in keys.items() if self._has(key)}
+        if not there:
+            return {}
+        try:
+            values = self._store.multi_get(list(there.values()))
+        except RuntimeError as error:
+            raise BoardGone(str(error)) from error
+        return {number: value.decode() for number, value in zip(there, values, strict=True)}

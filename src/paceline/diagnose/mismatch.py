@@ -1,0 +1,137 @@
+"""Ranks that meet in one collective with different calls, told apart from those that may differ.
+
+Gloo answers different dtypes with garbage and no error, other differences with a hang or an abort.
+Every few seconds each rank posts a digest of what it called; the digests are compared, so that a
+difference is found although nothing hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from paceline.diagnose.report import Call, GroupKey
+
+# In these every rank brings as much as every other, of the same kind.
+_ALIKE = ("all_reduce", "allreduce", "broadcast", "reduce", "barrier", "reduce_scatter")
+# In these ranks may bring different amounts, or one of them nothing.
+_ROOTED = ("gather", "scatter")
+_KEPT = 4096
+"""How many calls of a group are remembered of each rank for comparison."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first number at which members of a group made different calls; words by rank."""
+
+    key: GroupKey
+    number: int
+    said: dict[int, str]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that differ from most; all of them when there is no most."""
+        counts = Counter(self.said.values())
+        (common, most), *others = counts.most_common()
+        if others and others[0][1] == most:
+            return sorted(self.said)
+        return sorted(rank for rank, words in self.said.items() if words != common)
+
+
+def words(call: Call) -> str:
+    """A call in words: ``all_reduce [4, 8] float32``."""
+    shapes = " ".join(str(list(shape)) for shape in call.shapes)
+    dtypes = " ".join(dict.fromkeys(call.dtypes))
+    return " ".join(part for part in (call.op, shapes, dtypes) if part)
+
+
+def must_match(call: Call) -> str:
+    """What has to be the same on every member of the group, in words."""
+    op = call.op.lstrip("_")
+    if op in _ROOTED:
+        return op
+    dtypes = ",".join(dict.fromkeys(call.dtypes))
+    if op.startswith(_ALIKE):
+        numbers = ",".join(str(math.prod(shape)) for shape in call.shapes)
+        return f"{op} {numbers} {dtypes}"
+    return f"{op} {dtypes}"
+
+
+def first_mismatch(calls: Mapping[int, Iterable[Call]]) -> Mismatch | None:
+    """The first call in which ranks differ, among those that are on record of several of them."""
+    by_place: dict[tuple[GroupKey, int], dict[int, Call]] = {}
+    for rank, own in calls.items():
+        for call in own:
+            by_place.setdefault((call.key, call.number), {})[rank] = call
+    found = [
+        Mismatch(key, number, {rank: words(call) for rank, call in sorted(same.items())})
+        for (key, number), same in by_place.items()
+        if len({must_match(call) for call in same.values()}) > 1
+    ]
+    # Past the first, everything is out of step; the fewest calls tell the earliest group.
+    return min(found, key=lambda m: (m.number, m.key), default=None)
+
+
+def digest(calls: Iterable[Call], after: Mapping[GroupKey, int]) -> str:
+    """The calls since those numbers, as text: each distinct call once, and which came when."""
+    table: dict[str, int] = {}
+    groups: dict[GroupKey, list[tuple[int, int]]] = {}
+    for call in calls:
+        if call.number > after.get(call.key, 0):
+            text = json.dumps([must_match(call), words(call)])
+            groups.setdefault(call.key, []).append(
+                (call.number, table.setdefault(text, len(table)))
+            )
+    return json.dumps(
+        {
+            "table": [json.loads(text) for text in table],
+            "groups": [[*key, numbers] for key, numbers in groups.items()],
+        }
+    )
+
+
+class Comparison:
+    """Compares digests as they come in; tells each group's first mismatch once."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, str] = {}
+        self._calls: dict[GroupKey, dict[int, dict[int, tuple[str, str]]]] = {}
+        self._told: set[GroupKey] = set()
+
+    def add(self, digests: Mapping[int, str]) -> Mismatch | None:
+        """Take in the latest digest of each rank; the first mismatch that shows, if any."""
+        changed: set[GroupKey] = set()
+        for rank, text in digests.items():
+            if self._latest.get(rank) != text:
+                self._latest[rank] = text
+                changed |= self._take(rank, text)
+        for key in sorted(changed - self._told):
+            found = self._compare(key)
+            if found is not None:
+                self._told.add(key)
+                return found
+        return None
+
+    def _take(self, rank: int, text: str) -> set[GroupKey]:
+        data = json.loads(text)
+        changed = set()
+        for backend, group, ranks, numbers in data["groups"]:
+            key: GroupKey = (backend, group, tuple(ranks))
+            by_number = self._calls.setdefault(key, {})
+            for number, index in numbers:
+                must, said = data["table"][index]
+                by_number.setdefault(number, {})[rank] = (must, said)
+            for old in sorted(by_number)[:-_KEPT]:
+                del by_number[old]
+            changed.add(key)
+        return changed
+
+    def _compare(self, key: GroupKey) -> Mismatch | None:
+        for number, by_rank in sorted(self._calls[key].items()):
+            if len({must for must, _ in by_rank.values()}) > 1:
+                said = {rank: words for rank, (_, words) in sorted(by_rank.items())}
+                return Mismatch(key, number, said)
+        return None

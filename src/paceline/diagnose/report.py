@@ -1,0 +1,183 @@
+"""What ranks tell of themselves when a run stands still: plain data, JSON on the way.
+
+A :class:`Beat` goes out now and then whatever happens, a :class:`Report` when one is asked for. A
+process that cannot speak for itself (stopped, or with its interpreter held by native code) is
+spoken for by a neighbour that looks at it from outside; ``Report.state`` tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+ANSWERS = "answers"
+"""The rank itself made the report."""
+SILENT = "silent"
+"""Its process lives but its watch does not speak: native code holds the interpreter."""
+STOPPED = "stopped"
+"""Its process was stopped (SIGSTOP, a debugger)."""
+LEFT = "left"
+"""It left the world by itself, with success as far as it knew."""
+GONE = "gone"
+"""Its process is not there any more."""
+UNREACHABLE = "unreachable"
+"""Nobody on its machine can say anything of it."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as a rank recorded it: the ``number``-th of its group."""
+
+    backend: str
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    op: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    done: bool = True
+
+    @property
+    def key(self) -> GroupKey:
+        """Which group's calls it is counted among."""
+        return self.backend, self.group, self.ranks
+
+
+GroupKey = tuple[str, str, tuple[int, ...]]
+"""Backend, name and ranks: names alone are not unique over all ranks, nor are ranks."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a rank is in a group: so many collectives ``begun``, so many of them ``done``."""
+
+    backend: str
+    group: str
+    ranks: tuple[int, ...]
+    begun: int
+    done: int
+
+    @property
+    def key(self) -> GroupKey:
+        """Which group it is."""
+        return self.backend, self.group, self.ranks
+
+
+@dataclass(frozen=True)
+class Message:
+    """A point-to-point call that the training thread is in; ``peer`` is a rank of the world."""
+
+    op: str
+    peer: int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a rank is. ``seconds`` is how long it has not moved; ``stack`` begins outermost.
+
+    ``paced`` tells that it is at work on a step, as an engine or trainer marked it. ``kernel`` is
+    where in the kernel the training thread sleeps, as far as the system tells; ``disk`` that it
+    cannot even be interrupted there.
+    """
+
+    rank: int
+    state: str = ANSWERS
+    host: str = ""
+    pid: int = 0
+    step: int | None = None
+    phase: str = ""
+    seconds: float = 0.0
+    paced: bool = False
+    places: tuple[Place, ...] = ()
+    calls: tuple[Call, ...] = ()
+    message: Message | None = None
+    stack: tuple[Frame, ...] = ()
+    kernel: str = ""
+    disk: bool = False
+
+    def to_json(self) -> str:
+        """The report as text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """What :meth:`to_json` made."""
+        data = json.loads(text)
+        data["places"] = tuple(_place(each) for each in data["places"])
+        data["calls"] = tuple(_call(each) for each in data["calls"])
+        data["stack"] = tuple(Frame(**each) for each in data["stack"])
+        if data["message"] is not None:
+            data["message"] = Message(**data["message"])
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life. ``world`` tells one joining of ranks from the next in the same store.
+
+    ``still`` is how long the rank has not moved; ``after`` how long it may. ``main_thread`` and
+    ``stack_file`` are what a neighbour needs to get its stack from outside; ``stack_file`` is empty
+    where that cannot be had.
+    """
+
+    rank: int
+    world: tuple[int, int]
+    number: int
+    host: str
+    pid: int
+    after: float
+    still: float
+    moves: int
+    step: int | None = None
+    phase: str = ""
+    paced: bool = False
+    longest_step: float = 0.0
+    left: bool = False
+    in_message: bool = False
+    main_thread: int = 0
+    stack_file: str = ""
+    places: tuple[Place, ...] = field(default=())
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a collective was begun that is not over, or a message is waited for."""
+        return self.in_message or any(place.begun > place.done for place in self.places)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """A value that changes when the rank moves."""
+        return self.moves, sum(place.begun + place.done for place in self.places)
+
+    def to_json(self) -> str:
+        """The beat as text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Beat:
+        """What :meth:`to_json` made."""
+        data = json.loads(text)
+        data["world"] = tuple(data["world"])
+        data["places"] = tuple(_place(each) for each in data["places"])
+        return cls(**data)
+
+
+def _place(data: dict[str, Any]) -> Place:
+    return Place(**{**data, "ranks": tuple(data["ranks"])})
+
+
+def _call(data: dict[str, Any]) -> Call:
+    shapes = tuple(tuple(shape) for shape in data["shapes"])
+    changed = {"ranks": tuple(data["ranks"]), "shapes": shapes, "dtypes": tuple(data["dtypes"])}
+    return Call(**{**data, **changed})

@@ -1,0 +1,292 @@
+"""Why a run was struck: a fault and its evidence turned into a sentence and a next step.
+
+Pure functions. What the record shows is stated; what is only likely says "probably".
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.diagnose.story.evidence import Evidence, LogEvidence
+from paceline.diagnose.story.rules import SIGNALS, Rule, hang_advice, rule_for
+from paceline.diagnose.story.samples import samples_of
+from paceline.diagnose.story.worlds import Fault
+from paceline.events import Event, NonFinite, RunStarted, StepDone
+from paceline.track.pace import duration, number
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What went wrong, for a person: ``text`` says it, ``advice`` is the next step.
+
+    ``certain`` is false where ``text`` is a guess. ``shown`` are the lines that tell.
+    """
+
+    kind: str
+    text: str
+    advice: str
+    certain: bool = True
+    rank: int | None = None
+    host: str = ""
+    step: int | None = None
+    error: str = ""
+    log: str = ""
+    shown: str = ""
+
+
+def explain(fault: Fault, evidence: Evidence, events: Sequence[Event], times: int = 1) -> Cause:
+    """The cause of a fault that came ``times`` times at the same step with the same error."""
+    found = None if fault.rank is None else evidence.of(fault.attempt, fault.rank, fault.log)
+    if fault.kind == "hang":
+        return _hang(fault, found)
+    if fault.kind == "nonfinite":
+        return _nonfinite(fault, found, events)
+    if fault.kind == "node_lost":
+        return _lost_node(fault)
+    if fault.kind == "cut_off":
+        return _cut_off(fault, evidence)
+    if fault.kind in _AS_ASKED:
+        return _as_asked(fault)
+    return _failure(fault, found, evidence, events, times)
+
+
+def failed_text(fault: Fault, log: LogEvidence | None = None) -> str:
+    """Who failed, when and how, without why: ``rank 1 on a was killed by SIGKILL after step 5``."""
+    who = _who(fault)
+    if fault.signal:
+        return f"{who} was killed by {fault.signal} {_when(fault)}"
+    error = fault.error or (log.error if log else "")
+    if not error:
+        return f"{who} failed {_when(fault)}"
+    return f"{who} failed {_when(fault)}: {error.rstrip('.')}"
+
+
+def sentence(text: str) -> str:
+    """``text`` with a capital at its beginning and a full stop at its end."""
+    text = text.strip()
+    end = "" if text.endswith((".", "!", "?")) else "."
+    return f"{text[:1].upper()}{text[1:]}{end}"
+
+
+def _who(fault: Fault) -> str:
+    rank = "a rank" if fault.rank is None else f"rank {fault.rank}"
+    return f"{rank} on {fault.host}" if fault.host else rank
+
+
+def _when(fault: Fault) -> str:
+    return f"after step {fault.step}" if fault.step else "before the first step"
+
+
+def _cause(fault: Fault, log: LogEvidence | None, kind: str, text: str, advice: str) -> Cause:
+    return Cause(
+        kind=kind,
+        text=text,
+        advice=advice,
+        rank=fault.rank,
+        host=fault.host,
+        step=fault.step,
+        error=fault.error,
+        log=log.path if log else fault.log,
+        shown=log.shown if log else "",
+    )
+
+
+# A rank that raised, left or was killed.
+
+
+def _failure(
+    fault: Fault,
+    log: LogEvidence | None,
+    evidence: Evidence,
+    events: Sequence[Event],
+    times: int,
+) -> Cause:
+    rule, certain, log = _rule_and_log(fault, log, evidence)
+    told = sentence(failed_text(fault, log))
+    if fault.hang is not None:  # what was seen between the ranks says more than how one died of it
+        text = f"{sentence(fault.hang.summary)} {told}"
+        cause = _cause(fault, log, fault.hang.what, text, hang_advice(fault.hang.what))
+        return replace(cause, shown=fault.hang.detail)
+    if rule is not None:
+        kind, means, advice = rule.kind, rule.says, rule.advice
+        means = means if certain or not means else f"probably {means}"
+    else:
+        kind, means, advice, certain = _without_rule(fault, log)
+    parts = [told, sentence(means) if means else "", _first_sign(fault, rule)]
+    if times > 1:
+        parts.append(f"It came {times} times, at the same step with the same error.")
+        if rule is None and not fault.signal:
+            certain = False
+            kind = "input"
+            where = samples_of(events, (fault.step or 0) + 1)
+            parts.append(f"Probably it is the input of step {(fault.step or 0) + 1}{where}.")
+            advice = f"look at these samples; {advice}"
+    elif kind == "error" and (where := samples_of(events, (fault.step or 0) + 1)):
+        advice = f"{advice}; it was in step {(fault.step or 0) + 1}{where}"
+    text = " ".join(part for part in parts if part)
+    cause = _cause(fault, log, kind, text, advice)
+    return cause if certain else _guess(cause)
+
+
+def _rule_and_log(
+    fault: Fault, log: LogEvidence | None, evidence: Evidence
+) -> tuple[Rule | None, bool, LogEvidence | None]:
+    """The rule that explains a failure, whether it is sure, and the log that shows it."""
+    first = _rule_in(fault.error, log)
+    if first is not None and first[0].kind not in ("lost_peer", "timeout"):
+        return first[0], first[1], log
+    if first is not None or not fault.error:
+        # It only lost its peers: one of those may know why.
+        for other in evidence.of_all(fault.attempt):
+            found = _rule_in("", other)
+            if found is not None and found[0].kind not in ("lost_peer", "timeout"):
+                return found[0], False, other
+    return (first[0], first[1], log) if first is not None else (None, False, log)
+
+
+def _rule_in(error: str, log: LogEvidence | None) -> tuple[Rule, bool] | None:
+    """A rule for an error, certain; or for what the log says besides, which is a guess."""
+    traceback = log.error if log else ""
+    for text in (error, traceback):
+        if text and (rule := rule_for(text)) is not None:
+            return rule, True
+    words = "\n".join(log.last_words) if log else ""
+    rule = rule_for(words) if words else None
+    return None if rule is None else (rule, False)
+
+
+def _without_rule(fault: Fault, log: LogEvidence | None) -> tuple[str, str, str, bool]:
+    """Kind, meaning, advice and certainty of a failure that no rule knows."""
+    if fault.signal:
+        there = f" on {fault.host}" if fault.host else " on its machine"
+        kind, means, advice = SIGNALS.get(
+            fault.signal, ("killed", "", "look for who sent this signal{there}")
+        )
+        if log is not None and log.last_words and kind == "crash":
+            means = f"{means}: {log.last_words[-1]}"
+        return kind, means, advice.format(there=there), False
+    if log is not None and log.traceback:
+        place = f" (at {log.place})" if log.place else ""
+        return "error", "", f"read the traceback below{place}", True
+    if fault.error.startswith("exited with code"):
+        means = "It raised nothing: something in it called sys.exit or os._exit"
+        return "exit", means, "read the last lines of its log", True
+    return "error", "", "read the last lines of its log", True
+
+
+def _first_sign(fault: Fault, rule: Rule | None) -> str:
+    """A checkpoint that could not be written shortly before, where it is of the same kind."""
+    unsaved = fault.unsaved
+    if unsaved is None or rule is None or rule_for(unsaved.error) is not rule:
+        return ""
+    return f"The first sign was the checkpoint of step {unsaved.step}, which was not saved."
+
+
+def _guess(cause: Cause) -> Cause:
+    return replace(cause, certain=False)
+
+
+# Everything else.
+
+
+def _hang(fault: Fault, log: LogEvidence | None) -> Cause:
+    hang = fault.hang
+    if hang is None:
+        text = sentence(f"the run stood still {_when(fault)}: {fault.error}")
+        return _cause(fault, log, "hang", text, hang_advice(fault.error))
+    text = f"the run stood still {_when(fault)}, for {duration(hang.seconds)}: {hang.summary}"
+    cause = _cause(fault, log, "hang", sentence(text), hang_advice(hang.what))
+    return replace(cause, shown=hang.detail)
+
+
+def _nonfinite(fault: Fault, log: LogEvidence | None, events: Sequence[Event]) -> Cause:
+    event = fault.nonfinite
+    assert event is not None
+    text = [sentence(f"{_nonfinite_text(event)} stopped the run")]
+    started = [e for e in events if isinstance(e, RunStarted)]
+    losses = _losses_before(events, event.step)
+    data = f"the samples of step {event.step}{samples_of(events, event.step)}"
+    skip = "train.nonfinite=skip leaves such steps out"
+    if rise := _rise(losses):
+        text.append(f"The loss had risen {rise}: probably the learning rate is too high.")
+        advice = f"lower optimizer.lr, warm up longer (schedule.warmup_steps), or set {_CLIP}"
+    elif started and started[-1].precision == "fp16":
+        text.append("Probably numbers too large for fp16.")
+        advice = f"try precision=bf16; else look at {data}"
+    elif started and 0 < len(event.ranks) < started[-1].world_size:
+        text.append("Other ranks were fine: probably a sample.")
+        advice = f"look at {data}; {skip}"
+    else:
+        advice = f"look at {data}, and at optimizer.lr and {_CLIP}; {skip}"
+    cause = _cause(fault, log, "nonfinite", " ".join(text), advice)
+    return replace(cause, certain=False, shown=event.detail)
+
+
+_CLIP = "train.clip_norm"
+
+
+def _nonfinite_text(event: NonFinite) -> str:
+    ranks = ", ".join(map(str, event.ranks))
+    word = "rank" if len(event.ranks) == 1 else "ranks"
+    where = f" on {word} {ranks}" if ranks else ""
+    return f"NaN or Inf in the {event.what} at step {event.step}{where}"
+
+
+def _losses_before(events: Sequence[Event], step: int) -> list[float]:
+    """The finite losses of the last steps before ``step``."""
+    losses = {e.step: e.loss for e in events if isinstance(e, StepDone) and e.step < step}
+    return [losses[s] for s in sorted(losses)[-20:] if losses[s] - losses[s] == 0]
+
+
+def _rise(losses: Sequence[float]) -> str:
+    """How the loss rose towards its end, if it did so for good: ``from 2.1 to 9.8``."""
+    if len(losses) < 3:
+        return ""
+    low, last = min(losses), statistics.median(losses[-2:])
+    return f"from {number(low)} to {number(last)}" if last > 2 * abs(low) else ""
+
+
+def _lost_node(fault: Fault) -> Cause:
+    where = f"node {fault.host}" if fault.host else "a node"
+    rank = "" if fault.rank is None else f" (its first rank was {fault.rank})"
+    text = (
+        f"{sentence(f'{where} gave no sign of life any more {_when(fault)}{rank}')} "
+        "Probably the machine went down or its network was cut."
+    )
+    if not fault.host and fault.error:
+        text = f"{sentence(fault.error)} {text}"
+    advice = (
+        f"see whether {fault.host or 'it'} is up (uptime, dmesg), and try the network with "
+        "`paceline doctor`; started again there, the same command joins the run"
+    )
+    return _guess(_cause(fault, None, "node_lost", text, advice))
+
+
+def _cut_off(fault: Fault, evidence: Evidence) -> Cause:
+    text = f"the record ends {_when(fault)}, without an end"
+    for log in evidence.of_all(fault.attempt):
+        found = _rule_in("", log)
+        if found is not None and found[0].kind not in ("lost_peer", "timeout"):
+            rule = found[0]
+            means = sentence(f"a rank's log says why, probably: {rule.says or log.error}")
+            return _guess(_cause(fault, log, rule.kind, f"{sentence(text)} {means}", rule.advice))
+    means = "Probably the launcher itself was killed, or its machine went down."
+    advice = (
+        "look at `dmesg | grep -i -e oom -e killed` and at `last -x reboot` on the machine of "
+        "the launcher"
+    )
+    return _guess(_cause(fault, None, "cut_off", f"{sentence(text)} {means}", advice))
+
+
+_AS_ASKED = {
+    "stopped": "it was told to stop (Ctrl-C or SIGTERM) {when}",
+    "preemption": "a machine was taken from the run {when}",
+    "node_joined": "a machine joined {when}",
+}
+
+
+def _as_asked(fault: Fault) -> Cause:
+    text = sentence(_AS_ASKED[fault.kind].format(when=_when(fault)))
+    return _cause(fault, None, fault.kind, text, "nothing is wrong")

@@ -1,0 +1,114 @@
+"""What went wrong in a run without ending it: the cause to name when nothing worse happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.diagnose.story.causes import Cause, sentence
+from paceline.diagnose.story.chapters import straggler_text
+from paceline.diagnose.story.costs import straggler_seconds
+from paceline.diagnose.story.rules import hang_advice, rule_for
+from paceline.diagnose.story.worlds import World, standstills
+from paceline.events import (
+    CheckpointFailed,
+    Event,
+    NonFinite,
+    RestoreTried,
+    Straggler,
+)
+from paceline.track.pace import duration
+
+_SLOW = {
+    "data": "look at where it reads its data from, and at data.workers",
+    "waiting": "look at its network: `paceline doctor` measures every pair of machines",
+}
+
+
+def lesser_cause(worlds: Sequence[World]) -> Cause | None:
+    """The first thing that went wrong without ending a world; a slow rank only if nothing else."""
+    events = [event for world in worlds for event in world.events]
+    for event in events:
+        if (cause := _of_event(event)) is not None:
+            return cause
+    for world in worlds:
+        for hang, over in standstills(world):
+            if over is not None:
+                stood = f"the run stood still for {duration(over.seconds)}, then went on by itself"
+                text = f"{stood}: {hang.summary}" if hang.seconds else hang.summary
+                return Cause(
+                    kind="hang" if hang.seconds else hang.what,
+                    text=sentence(text),
+                    advice=hang_advice(hang.what),
+                    rank=hang.ranks[0] if hang.ranks else None,
+                    step=hang.step,
+                    error=hang.summary,
+                    shown=hang.detail,
+                )
+    return _slowest(worlds)
+
+
+def _of_event(event: Event) -> Cause | None:
+    if isinstance(event, CheckpointFailed):
+        rule = rule_for(event.error)
+        return Cause(
+            kind=rule.kind if rule else "not_saved",
+            text=sentence(f"the checkpoint of step {event.step} could not be saved: {event.error}"),
+            advice=rule.advice if rule else "put right what the message says",
+            step=event.step,
+            error=event.error,
+        )
+    if isinstance(event, RestoreTried) and _is_damage(event):
+        return Cause(
+            kind="damaged",
+            text=sentence(
+                f"{event.rung}, step {event.step}, could not be used and was stepped over: "
+                f"{event.detail}"
+            ),
+            advice="`paceline checkpoint verify RUN` names what is damaged; if it happens again, "
+            "distrust the disk",
+            step=event.step,
+            error=event.detail,
+        )
+    if isinstance(event, NonFinite):
+        ranks = f" on rank {', '.join(map(str, event.ranks))}" if event.ranks else ""
+        return Cause(
+            kind="nonfinite",
+            text=f"NaN or Inf in the {event.what} at step {event.step}{ranks}: the step was left "
+            "out.",
+            advice="a few are harmless; if they become more, lower optimizer.lr or set "
+            "train.clip_norm",
+            rank=event.ranks[0] if event.ranks else None,
+            step=event.step,
+            error=event.detail,
+        )
+    return None
+
+
+def _is_damage(event: RestoreTried) -> bool:
+    there = event.step is not None and not event.ok
+    return there and not event.detail.startswith("stepped over")
+
+
+def _slowest(worlds: Sequence[World]) -> Cause | None:
+    costs = straggler_seconds(worlds)
+    if not costs:
+        return None
+    rank, host, phase = max(costs, key=lambda key: costs[key])
+    event = next(
+        e
+        for world in worlds
+        for e in world.events
+        if isinstance(e, Straggler) and (e.rank, e.host, e.phase) == (rank, host, phase)
+    )
+    there = host or "its machine"
+    advice = _SLOW.get(
+        phase, f"see what else runs on {there} (top, nvidia-smi: clocks, heat, other programs)"
+    )
+    return Cause(
+        kind="straggler",
+        text=sentence(straggler_text(event)),
+        advice=advice,
+        rank=rank,
+        host=host,
+        step=event.step,
+    )

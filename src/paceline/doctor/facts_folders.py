@@ -1,0 +1,124 @@
+"""Gathering how the folders of a run behave: writable, how fast, and seen by which machines."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.storage.local import Storage, open_storage
+from paceline.doctor.facts import SYNC_BYTES, Folder, Seen
+from paceline.errors import PacelineError
+
+_PATIENCE_S = 5.0  # network file systems show a new file a moment later
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A folder that the config names. ``where`` is an absolute path or a URL."""
+
+    key: str
+    where: str
+    is_url: bool
+    holds_checkpoints: bool
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Tokens:
+    """Small files, one by each machine, that tell whether a folder is one and the same.
+
+    Folders that do not exist are made, as the run would; :meth:`clean_up` removes both.
+    """
+
+    def __init__(self, wanted: Sequence[Wanted], token: str) -> None:
+        self.wanted = wanted
+        self.token = token
+        self._made: list[Path] = []
+        self._written: list[tuple[Storage, str]] = []
+
+    def write(self, machine: str) -> tuple[Folder, ...]:
+        """Write this machine's file everywhere, and say how that went."""
+        return tuple(self._write(one, machine) for one in self.wanted)
+
+    def read(self, reader: str, writers: Sequence[str]) -> list[Seen]:
+        """Look for the files of ``writers``, with patience."""
+        deadline = time.monotonic() + _PATIENCE_S
+        found = []
+        for one in self.wanted:
+            for writer in writers:
+                ok, error = self._find(one, writer, deadline)
+                found.append(Seen(one.key, writer, reader, ok, error))
+        return found
+
+    def clean_up(self) -> None:
+        """Remove this machine's files."""
+        for storage, name in self._written:
+            with suppress(PacelineError):
+                storage.delete(name)
+        self._written.clear()
+
+    def remove_folders(self) -> None:
+        """Remove folders that this machine made, where they are empty: after all have cleaned."""
+        for path in reversed(self._made):
+            with suppress(OSError):
+                path.rmdir()
+        self._made.clear()
+
+    def _write(self, one: Wanted, machine: str) -> Folder:
+        name, free, sync = self._name(machine), None, None
+        try:
+            storage = self._open(one)
+            begin = time.monotonic()
+            self._written.append((storage, name))
+            if one.is_url:
+                storage.replace(name, self.token.encode())
+            else:
+                # As checkpoints are written: the bytes, then the certainty that they are there.
+                storage.create(name, [memoryview(self.token.encode().ljust(SYNC_BYTES, b"."))])
+                sync = time.monotonic() - begin
+                space = os.statvfs(one.where)
+                free = space.f_frsize * space.f_bavail
+            error = ""
+        except (PacelineError, OSError) as problem:
+            error = str(problem)
+        return Folder(one.key, one.where, one.is_url, one.holds_checkpoints, error, free, sync)
+
+    def _find(self, one: Wanted, writer: str, deadline: float) -> tuple[bool, str]:
+        while True:
+            try:
+                storage = open_storage(one.where, one.options)
+                if storage.size(self._name(writer)) is not None:
+                    return True, ""
+                error = ""
+            except (PacelineError, OSError) as problem:
+                error = str(problem)
+            if time.monotonic() > deadline:
+                return False, error
+            time.sleep(_POLL_S)
+
+    def _open(self, one: Wanted) -> Storage:
+        storage = open_storage(one.where, one.options)
+        if one.is_url:
+            storage.make_folder()
+        else:
+            self._make(Path(one.where))
+        return storage
+
+    def _make(self, path: Path) -> None:
+        missing = []
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+        for folder in reversed(missing):
+            with suppress(FileExistsError):  # another machine was quicker
+                folder.mkdir()
+                self._made.append(folder)
+
+    def _name(self, machine: str) -> str:
+        safe = "".join(c if c.isalnum() or c in "-_" else "_" for c in machine)
+        return f".paceline-doctor-{self.token}-{safe}"

@@ -1,0 +1,222 @@
+"""Where the doctors of several machines meet: a TCPStore at ``HOST:PORT``, on the machine HOST.
+
+Every question to the store is answered at once or waited for in short turns, so that Ctrl-C works
+and one machine that goes away holds nobody up for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from paceline.doctor import facts
+from paceline.doctor.facts_network import look_up
+from paceline.doctor.links import connect
+from paceline.errors import PacelineError
+from paceline.launch.stores import IDENTITY, is_this_machine
+
+PREFIX = "paceline-doctor"
+GREETING = f"{PREFIX}/here"
+_STORE_TIMEOUT_S = 10.0
+_PHASE_TIMEOUT_S = 60.0
+_POLL_S = 0.05
+_RETRY_S = 0.5
+
+
+WhoServes = Callable[[str, int, dict[str, str]], str]
+
+
+class NotMet(PacelineError):
+    """The machines could not meet; ``place`` says why, for the table."""
+
+    def __init__(self, place: facts.Place, detail: str = "") -> None:
+        self.place = place
+        self.detail = detail
+        super().__init__(detail or place)
+
+
+class Gone(PacelineError):
+    """The machine that serves the meeting has gone away."""
+
+
+class Meeting:
+    """One machine's seat in the meeting. Machines are numbered in the order in which they come.
+
+    ``left`` names those that went away, and the phase in which that was noticed. ``who_serves``
+    tells which of several named keys the store at a host and port has; asked before this process
+    connects to it, as torch waits without end for something else that listens there.
+    """
+
+    def __init__(self, host: str, port: int, wait: float, who_serves: WhoServes) -> None:
+        self.endpoint = f"{host}:{port}"
+        self._host, self._port = host, port
+        self._deadline = time.monotonic() + wait
+        self.serves = False
+        self._open_store: Store | None = self._open(who_serves)
+        self.number = self._add("count", 1) - 1
+        self.present: list[int] = []
+        self.left: dict[int, str] = {}
+
+    def gather(self, card: dict[str, Any], most: int) -> dict[int, dict[str, Any]]:
+        """Introduce this machine, and wait for ``most`` machines, or until the time is up.
+
+        Who came is decided by the machine that serves the meeting, and the same for all.
+        """
+        self._set(f"card/{self.number}", card)
+        if self.serves:
+            self._call_the_roll(most)
+        while not self._has("roll"):
+            if time.monotonic() > self._deadline + _STORE_TIMEOUT_S:
+                raise NotMet("no answer", "the machine that serves the meeting does not call")
+            time.sleep(_POLL_S)
+        self.present = list(self._get("roll"))
+        if self.number not in self.present:
+            raise NotMet("too late", f"{len(self.present)} machines had begun without this one")
+        return {number: self._get(f"card/{number}") for number in self.present}
+
+    def exchange(self, phase: str, mine: Any, timeout: float = _PHASE_TIMEOUT_S) -> dict[int, Any]:
+        """Give all machines what this one has, and get what each of them has, by number.
+
+        Whoever is not heard of in time is counted as having left.
+        """
+        self._set(f"{phase}/{self.number}", mine)
+        deadline = time.monotonic() + timeout
+        found = {}
+        for number in [n for n in self.present if n not in self.left]:
+            key = f"{phase}/{number}"
+            while not self._has(key):
+                if self._has(f"left/{number}") or time.monotonic() > deadline:
+                    self.left[number] = phase
+                    break
+                time.sleep(_POLL_S)
+            else:
+                found[number] = self._get(key)
+        return found
+
+    def leave(self, *, early: bool = False) -> None:
+        """Say good-bye; the machine that serves stays until all others have done so."""
+        with contextlib.suppress(Gone):
+            self._set(f"left/{self.number}", "early" if early else "done")
+            deadline = time.monotonic() + _STORE_TIMEOUT_S
+            others = [n for n in self.present if n not in self.left and n != self.number]
+            while self.serves and not early and time.monotonic() < deadline:
+                if all(self._has(f"left/{number}") for number in others):
+                    break
+                time.sleep(_POLL_S)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the store; the machine that serves it closes its port with that."""
+        self._open_store = None
+
+    # The store.
+
+    @property
+    def _store(self) -> Store:
+        if self._open_store is None:
+            raise Gone("this machine has left the meeting")
+        return self._open_store
+
+    def _call_the_roll(self, most: int) -> None:
+        while (count := self._add("count", 0)) < most and time.monotonic() < self._deadline:
+            time.sleep(_POLL_S)
+        # A machine that has counted itself is about to show its card.
+        present = [number for number in range(count) if self._appears(f"card/{number}")]
+        self._set("roll", present[:most])
+
+    def _appears(self, key: str) -> bool:
+        deadline = time.monotonic() + 2
+        while not self._has(key) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self._has(key)
+
+    def _open(self, who_serves: WhoServes) -> Store:
+        lookup = look_up([self._host])[0]
+        if lookup.error:
+            raise NotMet("unresolved", f"the name {self._host!r} does not resolve: {lookup.error}")
+        if is_this_machine(self._host) and (server := _serve(self._host, self._port)) is not None:
+            self.serves = True
+            server.set(GREETING, "here")
+            return PrefixStore(PREFIX, server)
+        self._knock()
+        server_there = who_serves(self._host, self._port, {"doctor": GREETING, "run": IDENTITY})
+        if server_there != "doctor":
+            what = "a run's meeting" if server_there == "run" else "something else than a doctor"
+            raise NotMet("taken", f"{what} is at port {self._port} already")
+        return PrefixStore(PREFIX, _store(self._host, self._port))
+
+    def _knock(self) -> None:
+        """Wait until somebody listens there; else say what connecting to it shows."""
+        while True:
+            connection, tried = connect(self._host, self._port)
+            if connection is not None:
+                connection.close()
+                return
+            if time.monotonic() > self._deadline:
+                place: facts.Place = "unreachable"
+                if tried.outcome in ("no answer", "refused"):
+                    place = tried.outcome
+                raise NotMet(place, _knocking_in_words(place, tried.error))
+            time.sleep(_RETRY_S)
+
+    def _set(self, key: str, value: Any) -> None:
+        with _telling():
+            self._store.set(key, json.dumps(value))
+
+    def _get(self, key: str) -> Any:
+        with _telling():
+            return json.loads(self._store.get(key))
+
+    def _has(self, key: str) -> bool:
+        with _telling():
+            return bool(self._store.check([key]))
+
+    def _add(self, key: str, amount: int) -> int:
+        with _telling():
+            return int(self._store.add(key, amount))
+
+
+@contextlib.contextmanager
+def _telling() -> Any:
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+        raise Gone(f"the machine that serves the meeting is gone: {error}") from error
+
+
+def _serve(host: str, port: int) -> TCPStore | None:
+    """A store at this machine's ``port``; ``None`` where another process has it."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError:
+        return None
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _store(host: str, port: int) -> TCPStore:
+    patience = timedelta(seconds=_STORE_TIMEOUT_S)
+    return TCPStore(host, port, is_master=False, timeout=patience, wait_for_workers=False)
+
+
+def _knocking_in_words(place: facts.Place, error: str) -> str:
+    if place == "refused":
+        return "nobody listens there (connection refused)"
+    if place == "no answer":
+        return "no answer (packets are dropped)"
+    return error

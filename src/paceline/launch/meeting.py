@@ -1,0 +1,396 @@
+"""Launchers of several machines, meeting: each world they form is a round.
+
+Torch's dynamic rendezvous on a c10d store settles who is part of a world. Around it: every
+generation is a rendezvous of its own (see ``place.py``), every call over the network ends in time,
+the members tell each other what they run and what they know (``members.py``), the launcher of
+node 0 serves the store of the round, and each gives signs of life (``liveness.py``).
+
+How long things take follows from the config: a machine that is cut off or stops is lost after
+``launch.node_timeout``; a world forms as soon as all that are expected are there, at the latest
+``LAST_CALL_SECONDS`` (``gathering.py``) after the least number is; ``launch.rejoin_timeout`` is how
+long a launcher waits for that.
+
+Imports torch at the top, so it is itself imported only when launchers are about to meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from paceline.errors import ConfigError
+from paceline.events import Event, NodeJoined, NodeLeft, Restarting
+from paceline.launch import liveness
+from paceline.launch.gathering import (
+    Gathering,
+    NotTheSameRun,
+    RunHooks,
+    Settings,
+    StartOver,
+)
+from paceline.launch.liveness import RoundWatch
+from paceline.launch.members import Member, Run, World, agree, different, gone, joined, read_run
+from paceline.launch.news import Mailbox
+from paceline.launch.place import Book, Current
+from paceline.launch.presence import Presence
+from paceline.launch.rounds import Rounds
+from paceline.launch.stores import GuardedStore, Line, serve
+from paceline.launch.tether import Tether, Tethers
+
+_LINGER_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+_RETRY_SECONDS = 0.3
+_TROUBLES = (
+    ConnectionError,
+    KeyError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+
+class Meeting(Rounds):
+    """The rounds of launchers on several machines."""
+
+    def __init__(self, settings: Settings, hooks: RunHooks) -> None:
+        self.settings, self._hooks = settings, hooks
+        self.patience = settings.node_timeout + liveness.beat_seconds(settings.node_timeout)
+        self.door = Gathering(settings, hooks)
+        self.mailbox = Mailbox(hooks.write, hooks.keep_log)
+        self._line_patience = liveness.line_patience(settings.node_timeout)
+        self._prepared: RendezvousInfo | None = None
+        self._server: TCPStore | None = None
+        self._server_before: TCPStore | None = None
+        self._made: Run | None = None
+        self._watch: RoundWatch | None = None
+        self._presence: Presence | None = None
+        self._left_before: dict[str, str] = {}
+        self._agents_store: GuardedStore | None = None
+        self._tethers: Tethers | None = None
+        self._tether: Tether | None = None
+
+    @property
+    def run(self) -> Run | None:
+        """The run that all launchers work on; ``None`` before they have met."""
+        return self.door.run
+
+    @property
+    def round(self) -> int:
+        """The number of the world, counted over all that the run has had; -1 before the first."""
+        return self.door.round
+
+    @property
+    def node(self) -> int:
+        """The place of this launcher in the world; -1 before it has one."""
+        return self.door.node
+
+    @property
+    def host(self) -> str:
+        """The name of this machine."""
+        return self.door.host
+
+    # ------------------------------------------------------------- what the agent asks
+
+    def open(self) -> list[str]:
+        """Meet for the first time, so that the run is known before ranks are started."""
+        self._prepared = self._meet()
+        return self.nodes
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet; the world that forms, and the store of its round."""
+        prepared, self._prepared = self._prepared, None
+        return prepared or self._meet()
+
+    @property
+    def nodes(self) -> list[str]:
+        """The host names of the current round, by node rank."""
+        return [] if self.door.world is None else self.door.world.hosts
+
+    def num_nodes_waiting(self) -> int:
+        """How many machines ask to be let in."""
+        return 0 if self._watch is None else self._watch.waiting
+
+    def lost(self) -> str | None:
+        """Why the current round cannot go on."""
+        if self._watch is None or self._presence is None:
+            return None
+        self.door.closed = self.door.closed or self._watch.closed or self._presence.closed
+        return self.door.closed or self._watch.lost or self._presence.lost
+
+    def post(self, event: Event) -> None:
+        """Have an event written, by this launcher or by that of node 0."""
+        # Where the store is lost, every launcher comes to this by itself; it is told once.
+        once = isinstance(event, Restarting)
+        identity = f"restart after round {self.door.round}" if once else None
+        self.mailbox.post(event, is_main=self.door.node == 0, identity=identity)
+
+    def leave(self, reason: str) -> None:
+        """Leave for good."""
+        if self.door.node == 0 and self.door.world is not None and len(self.door.world.members) > 1:
+            self._linger(reason)
+        self._end_round(reason)
+        self._server_before = None
+        self.door.places.stop_serving()
+
+    def close_for_all(self, reason: str) -> None:
+        """The run is over everywhere."""
+        self.door.closed = self.door.closed or reason
+        if self._watch is not None:
+            self._watch.say(liveness.OVER, json.dumps({"closed": reason, "by": self.door.host}))
+        if self._presence is not None:
+            self._presence.close(reason)
+        elif (book := self.door.places.look()) is not None:
+            try:
+                book.close(reason)
+            except (ConnectionError, KeyError):
+                return
+            finally:
+                book.line.close()
+
+    def stop_waiting(self) -> None:
+        """End a rendezvous that waits."""
+        self.door.stopping = True
+
+    def get_backend(self) -> str:
+        """A name for the agent's records."""
+        return "c10d"
+
+    def get_run_id(self) -> str:
+        """What tells this run from every other."""
+        return "paceline" if self.door.run is None else self.door.run.identity
+
+    def is_closed(self) -> bool:
+        """Whether the run is over."""
+        self.lost()
+        return self.door.closed is not None
+
+    def set_closed(self) -> None:
+        """The run is over."""
+        self.close_for_all(f"ended by {self.door.host}")
+
+    def shutdown(self) -> bool:
+        """Let go of everything; the others have a moment to take what they need from our store."""
+        if self.door.node == 0 or self.door.places.serves:
+            self._linger("ended")
+        self._end_round("ended")
+        self._server_before = None
+        self.door.places.stop_serving()
+        return True
+
+    # ------------------------------------------------------------- meeting
+
+    def _meet(self) -> RendezvousInfo:
+        expected = self._end_round("reforms")
+        self.door.begin_to_wait()
+        problem: BaseException | None = None
+        while True:
+            book: Book | None = None
+            try:
+                book = self.door.find()
+                return self._form(book, self.door.join(book, expected))
+            except StartOver as error:
+                problem = problem or error
+            except _TROUBLES as error:
+                problem = error
+            except BaseException:
+                self._hang_up(book)
+                raise
+            self._hang_up(book)
+            if time.monotonic() > self.door.deadline:
+                raise RendezvousTimeoutError(
+                    f"no world of {self.settings.least} machines or more formed at "
+                    f"{self.door.places} within {self.settings.rejoin_timeout:g} s "
+                    f"(launch.rejoin_timeout). Last: {problem}."
+                )
+            time.sleep(_RETRY_SECONDS)
+
+    # ------------------------------------------------------------- forming a world
+
+    def _form(self, book: Book, place: tuple[int, int, int]) -> RendezvousInfo:
+        generation, number, size = place
+        try:
+            return self._form_together(book, generation, number, size)
+        except BaseException as error:
+            self._end_round("reforms")
+            self._give_up_generation(book, generation, error)
+            raise
+
+    def _give_up_generation(self, book: Book, generation: int, error: BaseException) -> None:
+        """The others are not to wait for us, nor to come here again."""
+        try:
+            misfit = isinstance(error, NotTheSameRun)
+            if isinstance(error, ConfigError) and not misfit and self.door.round < 0:
+                book.close(f"{self.door.host}: {error}")
+            book.open_next(generation, 0)
+        except (ConnectionError, KeyError):
+            return
+
+    def _form_together(self, book: Book, generation: int, number: int, size: int) -> RendezvousInfo:
+        asks = self.door.asks_for(book, generation, joining=False)
+        own = self.door.as_member(book.arrive(), book.line)
+        book.put(f"member/{generation}/{number}", own.to_json())
+        texts = [self.door.wait_for(book, f"member/{generation}/{i}", asks) for i in range(size)]
+        world = agree([Member.from_json(text) for text in texts])
+        if own.asked != world.members[0].asked:
+            raise NotTheSameRun(different(own, world.members[0]))
+        node = [member.id for member in world.members].index(self.door.id)
+        address = world.members[0].address
+        if node == 0:
+            run = world.run or self._made or self._hooks.make()
+            self._made = run  # where this world does not come about, the next one takes it
+            if world.run is not None and self.door.run != world.run:
+                self._hooks.take(run)
+            self._server = serve(address, 0)
+            liveness.prepare(self._server, size)
+            self._tethers = Tethers(address)
+            terms: dict[str, Any] = {
+                "port": self._server.port,
+                "tether": self._tethers.port,
+                "run": dataclasses.asdict(run),
+                "world": uuid.uuid4().hex,
+            }
+            book.put(f"terms/{generation}", json.dumps(terms))
+        else:
+            terms = json.loads(self.door.wait_for(book, f"terms/{generation}", asks))
+            found = read_run(terms["run"])
+            assert found is not None
+            run = found
+            if run != self.door.run:
+                self._hooks.take(run)
+        line = Line(address, terms["port"], self._line_patience)
+        if node != 0:
+            with contextlib.suppress(OSError):  # a help, not a need
+                self._tether = Tether(address, terms["tether"], node, self._line_patience)
+        try:
+            self._meet_in_round(line, node, size, asks)
+        except BaseException:
+            line.close()
+            raise
+        world = dataclasses.replace(world, run=run)
+        return self._begin(book, generation, world, node, terms, line)
+
+    def _meet_in_round(self, line: Line, node: int, size: int, asks: Callable[[], None]) -> None:
+        """Nobody is in before all are: whoever cannot reach the round's store is found out here."""
+        line.call(lambda store: store.set(f"here/{node}", "here"))
+        keys = [f"here/{other}" for other in range(size)]
+        self.door.wait_until(
+            lambda: line.call(lambda store: store.check(keys)),
+            "all nodes to reach the store of the round",
+            asks,
+        )
+
+    def _begin(
+        self,
+        book: Book,
+        generation: int,
+        world: World,
+        node: int,
+        terms: dict[str, Any],
+        line: Line,
+    ) -> RendezvousInfo:
+        run, first = world.run, world.members[0]
+        assert run is not None
+        current = Current(
+            world=terms["world"],
+            generation=generation,
+            round=world.round,
+            hosts=world.hosts,
+            asked=dict(self.settings.asked),
+            run=dataclasses.asdict(run),
+        )
+        left_before = self._left_before
+        self.door.world, self.door.world_id = world, current.world
+        self.door.run, self.door.round, self.door.node = run, world.round, node
+        self.mailbox.new_round()
+        if node == 0:
+            book.write_current(current)
+            self.mailbox.write_pending()
+            self._tell_changes(world, left_before)
+        watch = self._watch = RoundWatch(
+            lambda: Line(first.address, terms["port"], self._line_patience),
+            line,
+            node=node,
+            hosts=world.hosts,
+            timeout=self.settings.node_timeout,
+            mailbox=self.mailbox,
+            tethers=self._tethers,
+        )
+        self._presence = Presence(
+            self.door.places,
+            book,
+            current,
+            is_main=node == 0,
+            has_room=len(world.members) < self.settings.most,
+            timeout=self.settings.node_timeout,
+            tell_waiting=lambda count: watch.say(liveness.WAITING, str(count)),
+        )
+        self._agents_store = GuardedStore(
+            Line(first.address, terms["port"], self._line_patience),
+            lambda: None,
+            self.settings.node_timeout,
+            prefix="agent",
+        )
+        return RendezvousInfo(
+            self._agents_store,
+            node,
+            len(world.members),
+            RendezvousStoreInfo(first.address, terms["port"]),
+        )
+
+    def _tell_changes(self, world: World, left_before: Mapping[str, str]) -> None:
+        for identity, host in gone(world).items():
+            reason = left_before.get(identity, "")
+            known = reason in ("preempted", "ended")
+            self._hooks.write(NodeLeft(host=host, reason=reason if known else "lost"))
+        for host in joined(world):
+            self._hooks.write(NodeJoined(host=host))
+
+    # ------------------------------------------------------------- ending a round
+
+    def _end_round(self, reason: str) -> int:
+        """Say that we are done with the round; how many of it will meet again, we included."""
+        watch, presence, world = self._watch, self._presence, self.door.world
+        self._watch = self._presence = None
+        expected = 0
+        if watch is not None and world is not None:
+            expected = watch.alive() + watch.waiting
+            self._left_before = {world.members[i].id: why for i, why in watch.left.items()}
+            watch.stop(reason)
+        if presence is not None:
+            presence.stop()
+        for held in (self._agents_store, self._tether, self._tethers):
+            if held is not None:
+                held.close()
+        self._tether = self._tethers = None
+        # The others may not have heard yet why the round is over: its store stays for one more.
+        self._server_before, self._server = self._server, None
+        self._agents_store = None
+        return expected
+
+    def _linger(self, reason: str) -> None:
+        """Keep serving until the others are done with the round, or a moment has passed."""
+        watch = self._watch
+        if watch is None:
+            return
+        watch.say(f"{liveness.LEFT}{self.door.node}", reason)
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < deadline and not watch.others_are_gone():
+            time.sleep(_POLL_SECONDS)
+
+    def _hang_up(self, book: Book | None) -> None:
+        if book is not None and self._presence is None:
+            book.line.close()

@@ -1,0 +1,151 @@
+"""What the launchers that meet tell each other, and what follows from it. Pure: no store here."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run that launchers work on: its folder, and what tells it from every other run.
+
+    ``places`` are folders in which every machine must find the run's mark, because all of them
+    write checkpoints there. ``resume``: it goes on from what is there.
+    """
+
+    path: str
+    identity: str
+    places: tuple[str, ...] = ()
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a launcher says of itself when a world forms.
+
+    ``asked`` is what it was asked to run, by key: all launchers must agree on it. ``round`` and
+    ``node`` are the world it was last part of and its place there (-1: none), ``run`` what it
+    worked on then, ``peers`` the ids and hosts of that world. ``meeting_address`` is where it
+    reached the meeting place, ``hosts_meeting`` whether it serves it itself.
+    """
+
+    id: str
+    host: str
+    address: str
+    nproc: int
+    arrival: int
+    asked: dict[str, str] = field(default_factory=dict)
+    round: int = -1
+    node: int = -1
+    run: Run | None = None
+    peers: dict[str, str] = field(default_factory=dict)
+    meeting_address: str = ""
+    hosts_meeting: bool = False
+
+    def to_json(self) -> str:
+        """The member as text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Member:
+        """A member from its text."""
+        data = json.loads(text)
+        return Member(**{**data, "run": read_run(data["run"])})
+
+
+@dataclass(frozen=True)
+class World:
+    """What follows for a world of these members: their order, the run, and the round's number."""
+
+    members: tuple[Member, ...]
+    run: Run | None
+    round: int
+
+    @property
+    def hosts(self) -> list[str]:
+        """Their host names, by node rank."""
+        return [member.host for member in self.members]
+
+
+def read_run(data: Mapping[str, Any] | None) -> Run | None:
+    """A run from what ``dataclasses.asdict`` made of it."""
+    return None if data is None else Run(**{**data, "places": tuple(data["places"])})
+
+
+def agree(members: Sequence[Member]) -> World:
+    """The world that ``members`` form; every one of them comes to the same result.
+
+    Those of the latest world keep their order, so that node 0, which writes the run's events,
+    stays node 0 for as long as it lives; newcomers follow in the order they came. The run is that
+    of the latest world: a newcomer never starts one beside it.
+    """
+    ordered = sorted(members, key=lambda m: (-m.round, m.node, m.arrival, m.id))
+    first = ordered[0]
+    return World(tuple(_with_addresses(ordered)), first.run, first.round + 1)
+
+
+def different(member: Member, first: Member) -> str:
+    """How what ``member`` was asked differs from what the run's first launcher was asked."""
+    keys = sorted({*member.asked, *first.asked})
+    parts = [
+        f"{key} is {member.asked.get(key, 'not given')} on {member.host}, "
+        f"{first.asked.get(key, 'not given')} on {first.host}"
+        for key in keys
+        if member.asked.get(key) != first.asked.get(key)
+    ]
+    return (
+        f"launchers that meet must be asked for the same run, but {'; '.join(parts)}. Start all "
+        "of them with the same command and config."
+    )
+
+
+def gone(world: World) -> dict[str, str]:
+    """The members of the world before that are not part of this one: their hosts by id."""
+    here = {member.id for member in world.members}
+    return {i: host for i, host in world.members[0].peers.items() if i not in here}
+
+
+def joined(world: World) -> list[str]:
+    """The hosts of members that a world which had formed before gets in addition."""
+    first = world.members[0]
+    if first.round < 0:
+        return []
+    return [member.host for member in world.members if member.id not in first.peers]
+
+
+def _with_addresses(members: Sequence[Member]) -> list[Member]:
+    """Each member with an address that the others can reach.
+
+    The machine that serves the meeting may reach itself by a loopback address (many have their own
+    name there in /etc/hosts): then it is where the others have found it.
+    """
+    if all(_is_loopback(member.address) for member in members):
+        return list(members)  # several launchers on one machine
+    known = next((m.meeting_address for m in members if not _is_loopback(m.meeting_address)), None)
+    found = []
+    for member in members:
+        if not _is_loopback(member.address):
+            found.append(member)
+        elif member.hosts_meeting and known is not None:
+            found.append(dataclasses.replace(member, address=known))
+        else:
+            raise LaunchError(
+                f"{member.host} reaches the meeting place at the loopback address "
+                f"{member.address}, where other machines cannot reach it. Name the meeting place "
+                "by an address of its network: --rdzv ADDRESS:PORT."
+            )
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return address == "localhost"

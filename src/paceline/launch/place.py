@@ -1,0 +1,235 @@
+"""The meeting place: finding its store among the candidates, serving it, and what is kept in it.
+
+Launchers meet in generations. Each is a rendezvous of its own for torch: whoever sees that a world
+is over opens the next generation, and all its members go there; so nothing of the dead is left in
+it. A world that has formed is written down for those who come later: they say that they wait, and
+the world makes room for them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from paceline.config.endpoints import Endpoint
+from paceline.launch.stores import (
+    IDENTITY,
+    Line,
+    LineLost,
+    is_this_machine,
+    reach,
+    serve_meeting,
+)
+
+TURN_SECONDS = 5.0
+"""How long each further candidate waits for the ones before it, before it serves the meeting."""
+_RETRY_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Current:
+    """The latest world that formed: its generation, round, run and members, for newcomers."""
+
+    world: str
+    generation: int
+    round: int
+    hosts: list[str]
+    asked: dict[str, str]
+    run: dict[str, Any] = field(default_factory=dict)
+
+
+class Book:
+    """What is written down at a meeting place, read and written over a line.
+
+    A session is one run's use of it: one that was closed is over, and the next run's launchers
+    open another (a place that stays serves many runs).
+    """
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.identity = line.call(lambda store: store.get(IDENTITY)).decode()
+        self._session = int(self._get("session") or 0)
+
+    # What is there.
+
+    def current(self) -> Current | None:
+        """The latest world, ``None`` before the first one."""
+        text = self._get(self._key("current"))
+        return Current(**json.loads(text)) if text else None
+
+    def generation(self) -> int:
+        """The generation that forms, or has formed."""
+        return int(self._get(self._key("generation")) or 0)
+
+    def has_formed(self, generation: int) -> bool:
+        """Whether that generation's world is complete."""
+        return self._count(f"formed/{generation}", 0) > 0
+
+    def expected(self, generation: int) -> int:
+        """How many launchers are known to be on their way there; 0 when nobody knows."""
+        return int(self._get(self._key(f"expected/{generation}")) or 0)
+
+    def closed(self) -> str | None:
+        """Why the run is over, ``None`` while it is not."""
+        return self._get(self._key("closed")) or None
+
+    # What is written.
+
+    def arrive(self) -> int:
+        """Come in; the number of this launcher among all that came."""
+        return self._count("arrivals", 1)
+
+    def open_next(self, generation: int, expected: int) -> None:
+        """That generation is over; whoever says so first, it is said once."""
+        upcoming = generation + 1
+        self.line.call(
+            lambda s: s.compare_set(self._key(f"expected/{upcoming}"), "", str(expected))
+        )
+        self._swap("generation", str(generation) if generation else "", str(upcoming))
+
+    def write_current(self, current: Current) -> None:
+        """A world has formed: for newcomers to read."""
+        self.line.call(lambda s: s.set(self._key("current"), json.dumps(current.__dict__)))
+        self._count(f"formed/{current.generation}", 1)
+
+    def adopt(self, current: Current) -> int:
+        """Write a world that already runs into a place that does not know of it."""
+        generation = max(self.generation(), current.generation) + 1
+        adopted = Current(**{**current.__dict__, "generation": generation})
+        self.write_current(adopted)
+        self.line.call(lambda s: s.set(self._key("generation"), str(generation)))
+        return generation
+
+    def close(self, why: str) -> None:
+        """The run is over; the first reason counts."""
+        self._swap("closed", "", why)
+
+    def open_session(self) -> None:
+        """Leave a run that was closed behind."""
+        before = str(self._session) if self._session else ""
+        self.line.call(lambda s: s.compare_set("session", before, str(self._session + 1)))
+        self._session = int(self._get("session") or 0)
+
+    def beat(self, generation: int) -> int:
+        """A sign of life of the world of that generation, for newcomers."""
+        return self._count(f"beat/{generation}", 1)
+
+    def beats(self, generation: int) -> int:
+        """How many signs of life that world has given."""
+        return self._count(f"beat/{generation}", 0)
+
+    def wait_slot(self, generation: int) -> int:
+        """Say that a newcomer waits for the world after that generation; its number."""
+        return self._count(f"waiting/{generation}", 1)
+
+    def wait_beat(self, generation: int, slot: int) -> None:
+        """The newcomer with that number still waits."""
+        self._count(f"waiting/{generation}/{slot}", 1)
+
+    def waiting(self, generation: int) -> list[int]:
+        """The beats of each newcomer that waits."""
+        slots = self._count(f"waiting/{generation}", 0)
+        return [self._count(f"waiting/{generation}/{slot + 1}", 0) for slot in range(slots)]
+
+    def put(self, key: str, value: str) -> None:
+        """Write something of a generation."""
+        self.line.call(lambda store: store.set(self._key(key), value))
+
+    def read(self, key: str) -> str | None:
+        """Read something of a generation; ``None`` where it is not there yet."""
+        return self._get(self._key(key))
+
+    def rendezvous_id(self, generation: int) -> str:
+        """The name of that generation for torch's rendezvous."""
+        return f"{self._session}-{generation}"
+
+    def _key(self, name: str) -> str:
+        return f"run{self._session}/{name}"
+
+    def _get(self, key: str) -> str | None:
+        if not self.line.call(lambda store: store.check([key])):
+            return None
+        return self.line.call(lambda store: store.get(key)).decode()
+
+    def _count(self, key: str, amount: int) -> int:
+        return int(self.line.call(lambda store: store.add(self._key(key), amount)))
+
+    def _swap(self, key: str, expected: str, desired: str) -> None:
+        self.line.call(lambda s: s.compare_set(self._key(key), expected, desired))
+
+
+class Places:
+    """The candidates for the meeting place, in order, and the store served here, if any."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], patience: float) -> None:
+        self._endpoints, self._patience = list(endpoints), patience
+        self._server: TCPStore | None = None
+        self._served: Endpoint | None = None
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self._endpoints))
+
+    @property
+    def serves(self) -> bool:
+        """Whether this launcher serves the meeting."""
+        return self._server is not None
+
+    def look(self, *, settle: bool = True) -> Book | None:
+        """The meeting place that is there; of several, the one that knows the latest world.
+
+        ``settle``: a store of our own that the others do not use is closed, so that nobody is led
+        astray by it.
+        """
+        found: list[tuple[int, int, Endpoint, Book]] = []
+        for number, endpoint in enumerate(self._endpoints):
+            try:
+                book = Book(reach(endpoint, self._patience))
+                current = book.current()
+            except (LineLost, KeyError):
+                continue
+            found.append((-1 if current is None else current.round, -number, endpoint, book))
+        if not found:
+            return None
+        *others, best = sorted(found, key=lambda entry: entry[:2])
+        for *_, book in others:
+            book.line.close()
+        if settle and best[2] != self._served:
+            self.stop_serving()
+        return best[3]
+
+    def find(self, deadline: float, pause: Callable[[], None]) -> Book:
+        """The meeting place, waited for until ``deadline``; served here when it is our turn.
+
+        Whoever is the n-th candidate waits for n turns, so that an earlier one comes first.
+        """
+        began = time.monotonic()
+        own = [i for i, endpoint in enumerate(self._endpoints) if is_this_machine(endpoint.host)]
+        while True:
+            pause()
+            if (book := self.look()) is not None:
+                return book
+            now = time.monotonic()
+            if own and now - began >= TURN_SECONDS * own[0] and self._serve(own[0]):
+                continue
+            if now > deadline:
+                raise LineLost(f"no meeting place at {self} answers")
+            time.sleep(_RETRY_SECONDS)
+
+    def stop_serving(self) -> None:
+        """Close the store that this launcher serves."""
+        self._server = self._served = None
+
+    def _serve(self, number: int) -> bool:
+        endpoint = self._endpoints[number]
+        self.stop_serving()
+        try:
+            self._server = serve_meeting(endpoint.host, endpoint.port)
+        except LineLost:
+            return False  # another launcher on this machine was faster
+        self._served = endpoint
+        return True

@@ -1,0 +1,255 @@
+"""Connections to the stores through which launchers meet, made to end in time.
+
+A call to torch's ``TCPStore`` over a link that was cut without a word returns when the link is
+back, whatever its timeout says (torch 2.11 to 2.13, measured: get, add, check and compare_set
+alike). A launcher must not hang on that, so each connection lives in a thread of its own, and a
+:class:`Line` gives up on it when an answer is overdue. The thread is then left behind: nothing can
+wake it but the link or the end of the process.
+
+Imports torch at the top, so it is itself imported only when launchers are about to meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
+
+from paceline.config.endpoints import Endpoint
+
+T = TypeVar("T")
+
+IDENTITY = "store"
+"""The key under which a meeting store says which one it is: a restarted one is another."""
+
+_POLL_SECONDS = 0.1
+_Job = tuple[Callable[[Any], Any], "Future[Any]"]
+
+
+class LineLost(ConnectionError, RuntimeError):
+    """A store could not be reached, or did not answer in time.
+
+    A ``RuntimeError`` like all of torch's errors of a store, for those who use one.
+    """
+
+
+class LineRefused(LineLost):
+    """The machine answers, and says that nobody listens there: whoever served the store is gone."""
+
+
+class Line:
+    """A connection to the store at ``host:port``; every call ends within ``patience`` seconds.
+
+    Once a call was lost the line is dead, and every further call fails at once.
+    """
+
+    def __init__(self, host: str, port: int, patience: float) -> None:
+        self.host, self.port, self.patience = host, port, patience
+        self.own_address, self.peer_address = _knock(host, port, patience)
+        self._lock = threading.Lock()
+        self._dead: str | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._work, name=f"line-{host}:{port}", daemon=True)
+        thread.start()
+        self.call(lambda store: store.set("knock", "knock"))
+
+    def call(self, operation: Callable[[Store], T]) -> T:
+        """What ``operation`` returns for the store; raises :class:`LineLost` when it is overdue.
+
+        A key that is not there raises ``KeyError`` after ``patience`` seconds.
+        """
+        with self._lock:
+            if self._dead is not None:
+                raise LineLost(self._dead)
+            future: Future[T] = Future()
+            self._jobs.put((operation, future))
+            try:
+                # A little longer than the store's own timeout, which says more.
+                return future.result(2 * self.patience)
+            except DistStoreError as error:
+                raise KeyError(str(error).splitlines()[0]) from error
+            except TimeoutError:
+                self._dead = f"{self.host}:{self.port} did not answer for {2 * self.patience:g} s"
+            except RuntimeError as error:
+                self._dead = f"{self.host}:{self.port}: {str(error).splitlines()[0]}"
+            self._jobs.put(None)
+            raise LineLost(self._dead)
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            self._dead = self._dead or f"{self.host}:{self.port}: hung up"
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        store: Store | None = None
+        while (job := self._jobs.get()) is not None:
+            operation, future = job
+            try:
+                if store is None:
+                    store = TCPStore(
+                        self.host,
+                        self.port,
+                        is_master=False,
+                        wait_for_workers=False,
+                        timeout=timedelta(seconds=self.patience),
+                    )
+                future.set_result(operation(store))
+            except BaseException as error:
+                future.set_exception(error)
+            del job, operation, future  # what they hold is not for this thread to keep
+
+
+class GuardedStore(Store):
+    """A store for torch's rendezvous over a :class:`Line`, so that its calls end in time, too.
+
+    ``pause`` is called before every operation and while one waits for a key: what it raises ends
+    the operation. All keys are under ``prefix``: torch's own ``PrefixStore`` would not keep this
+    object alive.
+    """
+
+    def __init__(
+        self, line: Line, pause: Callable[[], None], key_patience: float, prefix: str = ""
+    ) -> None:
+        super().__init__()
+        self._line, self._pause, self._key_patience = line, pause, key_patience
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._clones: list[GuardedStore] = []
+
+    def clone(self) -> GuardedStore:
+        """The same store over a line of its own."""
+        line = Line(self._line.host, self._line.port, self._line.patience)
+        copy = GuardedStore(line, self._pause, self._key_patience)
+        copy._prefix = self._prefix
+        self._clones.append(copy)
+        return copy
+
+    def close(self) -> None:
+        """Hang up, and so do all clones."""
+        for copy in self._clones:
+            copy.close()
+        self._line.close()
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``, waited for."""
+        full = self._prefix + key
+        deadline = time.monotonic() + self._key_patience
+        while True:
+            self._pause()
+            if self._line.call(lambda store: store.check([full])):
+                return bytes(self._line.call(lambda store: store.get(full)))
+            if time.monotonic() > deadline:
+                raise LineLost(f"no {key} after {self._key_patience:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def set(self, key: str, value: str) -> None:
+        """Give ``key`` a value."""
+        self._pause()
+        self._line.call(lambda store: store.set(self._prefix + key, value))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Give ``key`` a value if it has the expected one; returns what it has then."""
+        self._pause()
+        full = self._prefix + key
+        return bytes(self._line.call(lambda s: s.compare_set(full, expected, desired)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Count ``key`` up; returns what it is then."""
+        self._pause()
+        return int(self._line.call(lambda store: store.add(self._prefix + key, amount)))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all ``keys`` are there."""
+        self._pause()
+        full = [self._prefix + key for key in keys]
+        return bool(self._line.call(lambda store: store.check(full)))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for all ``keys``."""
+        seconds = self._key_patience if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + seconds
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise DistStoreError(f"wait timeout after {seconds:g} s, keys: {keys}")
+            time.sleep(_POLL_SECONDS)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of ``keys``, waited for."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        """Give several keys a value."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key."""
+        self._pause()
+        return bool(self._line.call(lambda store: store.delete_key(self._prefix + key)))
+
+
+def serve(host: str, port: int) -> TCPStore:
+    """Host a store on this machine for as long as the object lives; port 0 is any free one.
+
+    Raises :class:`LineLost` where the port is taken.
+    """
+    try:
+        return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise LineLost(f"{host}:{port}: {str(error).splitlines()[0]}") from error
+
+
+def serve_meeting(host: str, port: int) -> TCPStore:
+    """Host a meeting store, with a name by which launchers know whether it is still the same."""
+    store = serve(host, port)
+    store.set(IDENTITY, uuid.uuid4().hex)
+    return store
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether ``host`` is a name or an address of this machine."""
+    for family, address in _addresses(host):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            return True
+    return False
+
+
+def reach(endpoint: Endpoint, patience: float) -> Line:
+    """A line to the meeting store at ``endpoint``; :class:`LineLost` when there is none."""
+    line = Line(endpoint.host, endpoint.port, patience)
+    try:
+        line.call(lambda store: store.get(IDENTITY))
+    except KeyError:
+        line.close()
+        raise LineLost(f"{endpoint} is no meeting place") from None
+    return line
+
+
+def _addresses(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return
+    for family, _, _, _, address in found:
+        yield family, str(address[0])
+
+
+def _knock(host: str, port: int, patience: float) -> tuple[str, str]:
+    """Whether somebody listens there, in one try; our address on the way there, and theirs."""
+    try:
+        with socket.create_connection((host, port), timeout=patience) as probe:
+            return str(probe.getsockname()[0]), str(probe.getpeername()[0])
+    except ConnectionRefusedError as error:
+        raise LineRefused(f"{host}:{port}: nobody listens there") from error
+    except OSError as error:
+        raise LineLost(f"{host}:{port}: {error.strerror or error}") from error

@@ -1,0 +1,69 @@
+"""torch's flight recorder, as we read it. Private to torch: this tells when it changes (2.13)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from paceline.diagnose.flight import SIZE_VARIABLE, switch_on
+
+PROGRAM = """
+    import json, dataclasses, os
+    from paceline.diagnose import flight
+    flight.switch_on()
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    second = dist.new_group([0])
+    dist.all_reduce(torch.ones(2, 3))
+    dist.broadcast(torch.ones(4, dtype=torch.int64), 0, group=second)
+    dist.barrier()
+    print(json.dumps({
+        "places": [dataclasses.asdict(p) for p in flight.places()],
+        "calls": [dataclasses.asdict(c) for c in flight.calls()],
+    }))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    program = textwrap.dedent(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    return dict(json.loads(done.stdout))
+
+
+def test_calls_are_read_with_group_number_shape_and_dtype(recorded: dict[str, Any]) -> None:
+    reduce, broadcast, barrier = recorded["calls"]
+    assert (reduce["backend"], reduce["op"], reduce["number"]) == ("gloo", "all_reduce", 1)
+    assert (reduce["shapes"], reduce["dtypes"]) == ([[2, 3]], ["float32"])
+    assert (broadcast["op"], broadcast["number"], broadcast["dtypes"]) == (
+        "broadcast",
+        1,
+        ["int64"],
+    )
+    assert (barrier["op"], barrier["number"]) == ("barrier", 2)
+    assert reduce["group"] == barrier["group"] != broadcast["group"]
+    assert all(call["ranks"] == [0] and call["done"] for call in recorded["calls"])
+
+
+def test_places_count_by_group(recorded: dict[str, Any]) -> None:
+    by_group = {p["group"]: (p["begun"], p["done"], p["ranks"]) for p in recorded["places"]}
+    first, second = (recorded["calls"][n]["group"] for n in (0, 1))
+    assert by_group == {first: (2, 2, [0]), second: (1, 1, [0])}
+
+
+def test_the_users_choice_of_size_stands() -> None:
+    chosen = {SIZE_VARIABLE: "0"}
+    switch_on(chosen)
+    assert chosen == {SIZE_VARIABLE: "0"}
+    empty: dict[str, str] = {}
+    switch_on(empty)
+    assert int(empty[SIZE_VARIABLE]) > 0

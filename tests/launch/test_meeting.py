@@ -1,0 +1,452 @@
+"""How launchers meet: what they agree on, who lives, what is told; without ranks, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_cases import free_port, wait_for
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+
+from paceline.config.endpoints import Endpoint
+from paceline.errors import ConfigError, LaunchError
+from paceline.events import Event, NodeJoined, NodeLeft, Note
+from paceline.launch import news, place
+from paceline.launch.gathering import NotTheSameRun, RunHooks, Settings
+from paceline.launch.liveness import Beats
+from paceline.launch.meeting import Meeting
+from paceline.launch.members import Member, Run, agree, gone, joined
+from paceline.launch.news import LogTail, Mailbox
+from paceline.launch.place import Places
+from paceline.launch.presence import Waiters
+from paceline.launch.rounds import WaitingStopped
+from paceline.launch.stores import Line, LineLost, LineRefused, serve, serve_meeting
+
+TIMEOUT = 5.0
+
+
+def member(name: str, **facts: Any) -> Member:
+    return Member(id=name, host=name, address="10.0.0.1", nproc=1, arrival=0, **facts)
+
+
+# What follows from what launchers say of themselves.
+
+
+def test_node_0_stays_node_0_and_newcomers_follow_in_the_order_they_came() -> None:
+    run = Run("/runs/x", "abc")
+    old = [member(name, round=3, node=i, run=run) for i, name in enumerate(["z", "y"])]
+    new = [dataclasses.replace(member(n), arrival=a) for n, a in (("a", 9), ("b", 8))]
+    world = agree([*new, *old])
+    assert world.hosts == ["z", "y", "b", "a"]
+    assert (world.run, world.round) == (run, 4)
+
+
+def test_the_run_of_the_latest_world_is_the_one_that_goes_on() -> None:
+    stale = member("stale", round=2, node=0, run=Run("/runs/old", "1"))
+    fresh = member("fresh", round=5, node=1, run=Run("/runs/new", "2"))
+    world = agree([stale, fresh, member("newcomer")])
+    assert world.run == Run("/runs/new", "2")
+    assert world.round == 6
+
+
+def test_who_left_and_who_joined() -> None:
+    first = member("a", round=0, node=0, peers={"a": "a", "b": "b"})
+    world = agree([first, member("c")])
+    assert gone(world) == {"b": "b"}
+    assert joined(world) == ["c"]
+    assert joined(agree([member("a"), member("b")])) == [], "the first world is nobody's addition"
+
+
+def test_the_machine_that_serves_the_meeting_is_where_the_others_found_it() -> None:
+    server = dataclasses.replace(
+        member("server"), address="127.0.1.1", meeting_address="127.0.1.1", hosts_meeting=True
+    )
+    other = dataclasses.replace(member("other"), address="10.0.0.2", meeting_address="10.0.0.1")
+    assert agree([server, other]).members[1].address == "10.0.0.1"
+    stranger = dataclasses.replace(server, hosts_meeting=False)
+    with pytest.raises(LaunchError, match=r"server reaches .* loopback address 127.0.1.1"):
+        agree([stranger, other])
+
+
+def test_a_node_is_silent_when_its_count_stands_still() -> None:
+    beats = Beats(nodes=3, own=0, timeout=10, now=0)
+    beats.note([1, 1, 1], now=5)
+    beats.note([2, 1, 2], now=12)
+    assert beats.silent(now=14) == []
+    assert beats.silent(now=15.5) == [1]
+    beats.note([2, 2, 2], now=16)
+    assert beats.silent(now=17) == []
+    assert beats.silent(now=99) == [1, 2], "never ourselves"
+
+
+def test_less_patience_with_a_node_whose_connection_broke() -> None:
+    beats = Beats(nodes=3, own=0, timeout=10, now=0)
+    beats.hang_up({1})
+    beats.note([1, 1, 1], now=5)
+    assert beats.silent(now=7) == [], "a connection may break for other reasons"
+    assert beats.silent(now=8) == [1]
+    beats.note([1, 2, 1], now=9)
+    assert beats.silent(now=10) == [], "it lives"
+
+
+def test_newcomers_that_went_away_do_not_count() -> None:
+    waiters = Waiters(timeout=10)
+    assert waiters.count([1, 1], now=0) == 2
+    assert waiters.count([1, 5], now=9) == 2
+    assert waiters.count([1, 9], now=11) == 1
+    assert waiters.count([0, 9], now=30) == 0
+
+
+# News.
+
+
+class StoreLine:
+    """A line to a store in this process."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+
+    def call(self, operation: Any) -> Any:
+        return operation(self.store)
+
+
+def test_events_reach_the_one_who_writes_once_through_a_round_that_ends_early() -> None:
+    written: list[Event] = []
+    main = Mailbox(written.append, lambda *_: None)
+    other = Mailbox(lambda _: pytest.fail("only node 0 writes"), lambda *_: None)
+    line: Any = StoreLine()
+    other.post(Note(message="a"), is_main=False)
+    other.exchange(line, is_main=False)
+    main.exchange(line, is_main=True)
+    other.post(Note(message="b"), is_main=False)
+    other.exchange(line, is_main=False)
+    line = StoreLine()  # the round ended before node 0 took b
+    for mailbox in (main, other):
+        mailbox.new_round()
+    for _ in range(2):
+        other.exchange(line, is_main=False)
+        main.exchange(line, is_main=True)
+    assert [event.message for event in written if isinstance(event, Note)] == ["a", "b"]
+
+
+def test_what_several_launchers_find_out_by_themselves_is_told_once() -> None:
+    written: list[Event] = []
+    main, other = Mailbox(written.append, lambda *_: None), Mailbox(lambda _: None, lambda *_: None)
+    line: Any = StoreLine()
+    for mailbox in (main, other):
+        mailbox.post(Note(message="node 2 is lost"), is_main=mailbox is main, identity="round 1")
+        mailbox.post(Note(message="something else"), is_main=mailbox is main)
+    other.exchange(line, is_main=False)
+    main.exchange(line, is_main=True)
+    told = [event.message for event in written if isinstance(event, Note)]
+    assert told == ["node 2 is lost", "something else", "something else"]
+
+
+def test_logs_are_sent_in_pieces_and_too_much_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(news, "LOG_BYTES_AT_ONCE", 10)
+    monkeypatch.setattr(news, "LOG_BYTES_BEHIND", 30)
+    kept: dict[str, bytes] = {}
+
+    def keep(name: str, data: bytes) -> None:
+        kept[name] = kept.get(name, b"") + data
+
+    main, other = Mailbox(lambda _: None, keep), Mailbox(lambda _: None, keep)
+    other.logs = LogTail(tmp_path, "b")
+    log = tmp_path / "node1-b" / "rank1.log"
+    log.parent.mkdir()
+    line: Any = StoreLine()
+
+    def exchange(times: int) -> None:
+        for _ in range(times):
+            other.exchange(line, is_main=False)
+            main.exchange(line, is_main=True)
+
+    log.write_bytes(b"0123456789abcdef")
+    exchange(3)
+    assert kept == {"node1-b/rank1.log": b"0123456789abcdef"}
+    with open(log, "ab") as file:
+        file.write(b"x" * 50 + b"the end...")
+    exchange(3)
+    text = kept["node1-b/rank1.log"].decode()
+    assert "[50 bytes left out" in text
+    assert text.endswith("the end...")
+
+
+# Lines.
+
+
+def test_a_store_that_does_not_answer_is_lost_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
+        began = time.monotonic()
+        with pytest.raises(LineLost, match="did not answer"):
+            Line("127.0.0.1", silent.getsockname()[1], patience=0.5)
+        assert time.monotonic() - began < 10
+
+
+def test_a_store_that_is_gone_is_known_at_once_and_a_missing_key_is_no_lost_line() -> None:
+    server = serve("127.0.0.1", 0)
+    line = Line("127.0.0.1", server.port, patience=0.5)
+    assert line.call(lambda store: store.add("count", 2)) == 2
+    with pytest.raises(KeyError):
+        line.call(lambda store: store.get("missing"))
+    assert line.call(lambda store: store.add("count", 1)) == 3
+    port = server.port
+    line.close()
+    with pytest.raises(LineLost):
+        line.call(lambda store: store.add("count", 1))
+    del server
+    with pytest.raises(LineRefused):
+        Line("127.0.0.1", port, patience=0.5)
+
+
+def test_the_second_candidate_waits_its_turn_and_then_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(place, "TURN_SECONDS", 1.0)
+    monkeypatch.setattr(place, "is_this_machine", lambda host: host == "localhost")
+    absent, own = Endpoint("127.0.0.1", free_port()), Endpoint("localhost", free_port())
+    places = Places([absent, own], patience=0.5)
+    began = time.monotonic()
+    book = places.find(began + 30, lambda: None)
+    assert places.serves
+    assert time.monotonic() - began >= 1.0
+    book.line.close()
+    # The first one is back, and its world is the later one: ours is given up.
+    server = serve_meeting(absent.host, absent.port)
+    server.set(
+        "run0/current", '{"world": "w", "generation": 1, "round": 4, "hosts": ["a"], "asked": {}}'
+    )
+    found = places.find(time.monotonic() + 30, lambda: None)
+    assert found.current() is not None
+    assert not places.serves
+    found.line.close()
+
+
+# Meetings.
+
+
+class Launcher:
+    """A launcher without ranks: it meets, and meets again whenever its world is over."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.name = name
+        self.written: list[Event] = []
+        self.notices: list[str] = []
+        self.taken: list[Run] = []
+        self.worlds: list[list[str]] = []
+        self.error: BaseException | None = None
+        hooks = RunHooks(
+            make=lambda: Run(f"/runs/{name}", name),
+            take=self.taken.append,
+            write=self.written.append,
+            keep_log=lambda *_: None,
+            notice=self.notices.append,
+        )
+        self.meeting = Meeting(settings, hooks)
+        self.meeting.door.host = name
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"test-{name}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                info = self.meeting.next_rendezvous()
+                info.store.set(f"hello/{info.rank}", "")  # what agents do, too
+                self.worlds.append(self.meeting.nodes)
+                while not self._over():
+                    time.sleep(0.05)
+        except BaseException as error:
+            self.error = error
+
+    def _over(self) -> bool:
+        meeting = self.meeting
+        over = meeting.lost() is not None or meeting.num_nodes_waiting() > 0
+        return over or self._ended.is_set()
+
+    def end(self) -> None:
+        self._ended.set()
+        self.meeting.stop_waiting()
+        self._thread.join()
+
+    def vanish(self) -> None:
+        """Stop as if the process were gone: no word to anybody."""
+        self._ended.set()
+        self._thread.join()
+        watch, presence = self.meeting._watch, self.meeting._presence
+        assert watch is not None
+        assert presence is not None
+        watch._stop.set()
+        presence._stop.set()
+        for tether in (self.meeting._tether, self.meeting._tethers):
+            if tether is not None:
+                tether.close()
+        self.meeting._server = self.meeting._server_before = None
+        self.meeting.door.places.stop_serving()
+
+
+class Town:
+    """Launchers that meet at one port, and are gone after the test."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.launchers: list[Launcher] = []
+
+    def start(self, name: str, least: int = 1, most: int = 3, **more: Any) -> Launcher:
+        settings = Settings(
+            [Endpoint("127.0.0.1", self.port)],
+            least,
+            most,
+            **{
+                "node_timeout": TIMEOUT,
+                "rejoin_timeout": 60.0,
+                "asked": {"steps": "1"},
+                **more,
+            },
+        )
+        launcher = Launcher(name, settings)
+        self.launchers.append(launcher)
+        return launcher
+
+    def close(self) -> None:
+        for launcher in self.launchers:
+            launcher.end()
+        for launcher in sorted(self.launchers, key=lambda one: -one.meeting.node):
+            launcher.meeting.shutdown()
+
+
+@pytest.fixture
+def town() -> Iterator[Town]:
+    with contextlib.closing(Town()) as town:
+        yield town
+
+
+def met(launcher: Launcher, *hosts: str) -> None:
+    """Wait until ``launcher`` is in a world of just these hosts."""
+    wait_for(lambda: launcher.worlds[-1:] == [list(hosts)], f"{hosts}, not {launcher.worlds}", 60)
+
+
+def test_launchers_meet_work_on_one_run_and_let_others_in(town: Town) -> None:
+    first = town.start("a")
+    met(first, "a")
+    second = town.start("b")
+    met(first, "a", "b")
+    met(second, "a", "b")
+    assert second.meeting.run == first.meeting.run == Run("/runs/a", "a")
+    assert second.taken == [Run("/runs/a", "a")]
+    assert (first.meeting.round, second.meeting.round) == (1, 1), "b knows that the run goes on"
+    second.meeting.post(Note(message="from b"))
+    wait_for(lambda: [e for e in first.written if isinstance(e, Note)], "b's news", 60)
+    assert [event.host for event in first.written if isinstance(event, NodeJoined)] == ["b"]
+    assert second.written == []
+
+
+def test_a_launcher_that_vanishes_is_lost_and_the_rest_goes_on(town: Town) -> None:
+    launchers = [town.start(name, least=2) for name in "abc"]
+    wait_for(
+        lambda: all(len(one.worlds[-1:]) and len(one.worlds[-1]) == 3 for one in launchers),
+        "all",
+        60,
+    )
+    order = launchers[0].worlds[-1]
+    by_name = {one.name: one for one in launchers}
+    main, second, third = (by_name[name] for name in order)
+    main.vanish()  # it served the round, and maybe the meeting
+    met(second, order[1], order[2])
+    met(third, order[1], order[2])
+    lost = [event for event in second.written if isinstance(event, NodeLeft)]
+    assert [(event.host, event.reason) for event in lost] == [(order[0], "lost")]
+    assert second.meeting.run == Run(f"/runs/{order[0]}", order[0]), "still the same run"
+
+
+def test_a_launcher_that_dies_is_known_before_the_timeout(town: Town) -> None:
+    first = town.start("a", node_timeout=60.0)
+    met(first, "a")
+    second = town.start("b", node_timeout=60.0)
+    met(first, "a", "b")
+    met(second, "a", "b")
+    began = time.monotonic()
+    second.vanish()
+    met(first, "a")
+    assert time.monotonic() - began < 40
+    assert [event.reason for event in first.written if isinstance(event, NodeLeft)] == ["lost"]
+
+
+def test_leaving_and_closing_are_told_apart(town: Town) -> None:
+    first = town.start("a")
+    met(first, "a")
+    second = town.start("b")
+    third = town.start("c")
+    wait_for(lambda: first.worlds[-1:] and len(first.worlds[-1]) == 3, "all three", 60)
+    second._ended.set()
+    second._thread.join()
+    second.meeting.leave("preempted")
+    wait_for(lambda: first.worlds[-1] == ["a", "c"], "the world without b", 60)
+    left = [event.reason for event in first.written if isinstance(event, NodeLeft)]
+    assert left == ["preempted"]
+    first.meeting.close_for_all("stopped by Ctrl-C on a")
+    wait_for(lambda: isinstance(third.error, RendezvousClosedError), "c to hear of it", 60)
+    assert "stopped by Ctrl-C on a" in str(third.error)
+    assert third.meeting.is_closed()
+
+
+def test_a_launcher_with_another_config_is_refused_and_disturbs_nobody(town: Town) -> None:
+    first = town.start("a")
+    met(first, "a")
+    other = town.start("b", asked={"steps": "2"})
+    wait_for(lambda: other.error, "the refusal", 60)
+    assert isinstance(other.error, NotTheSameRun)
+    assert "steps is 2 on b, 1 on a" in str(other.error)
+    assert first.worlds == [["a"]]
+
+
+def test_a_world_outlives_its_meeting_place_and_is_found_at_the_next(town: Town) -> None:
+    server = serve_meeting("127.0.0.1", town.port)
+    first = town.start("a")
+    met(first, "a")
+    assert not first.meeting.door.places.serves
+    del server
+    time.sleep(2)
+    assert first.meeting.lost() is None
+    server = serve_meeting("127.0.0.1", town.port)
+    second = town.start("b")
+    met(first, "a", "b")
+    assert second.meeting.run == Run("/runs/a", "a"), "no second run beside the first"
+    del server
+
+
+def test_too_few_machines_and_a_stop_end_the_waiting(town: Town) -> None:
+    alone = town.start("a", least=2, rejoin_timeout=1.0)
+    wait_for(lambda: alone.error, "the end of its patience", 60)
+    assert isinstance(alone.error, RendezvousTimeoutError)
+    assert "no world of 2 machines or more formed" in str(alone.error)
+    waits = town.start("b", least=2)
+    time.sleep(1)
+    waits.meeting.stop_waiting()
+    wait_for(lambda: waits.error, "the stop", 60)
+    assert isinstance(waits.error, WaitingStopped)
+
+
+def test_a_machine_that_cannot_take_part_says_so_to_all(town: Town) -> None:
+    first = town.start("a", least=2)
+    second = town.start("b", least=2)
+
+    def refuse(run: Run) -> None:
+        raise ConfigError("checkpoints cannot be seen here")
+
+    for launcher in (first, second):
+        object.__setattr__(launcher.meeting._hooks, "take", refuse)
+    wait_for(lambda: first.error and second.error, "both to end", 60)
+    kinds = sorted(type(one.error).__name__ for one in (first, second))
+    assert kinds == ["ConfigError", "RendezvousClosedError"]
+    assert all("checkpoints cannot be seen here" in str(one.error) for one in (first, second))
