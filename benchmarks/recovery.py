@@ -1,9 +1,9 @@
 """From SIGKILL of a rank to the next step: Paceline beside other ways to train and resume.
 
-Two ranks train the same small GPT; rank 1 is killed several times, half way between two saves and
-some seconds after the last start. Measured is what each way does by itself: the seconds until a
-step is done again, until the first step that had not been done before, and how many steps were
-done twice.
+Two ranks train the same small GPT; rank 1 is killed several times, half way between two saves,
+some seconds after the last start and not before the processes that stand by are ready. Measured is
+what each way does by itself: the seconds until a step is done again, until the first step that had
+not been done before, and how many steps were done twice.
 
     python benchmarks/recovery.py [--kills 5] [--every 40] [--only NAME]...
 """
@@ -22,13 +22,9 @@ from recovering.racing import Kill, Race, Way, paceline, torchrun
 from paceline.testing.processes import is_alive
 
 WAYS = [
-    Way("Paceline, memory k=1", paceline({"checkpoint": {"memory_every": 1}}), spent),
-    Way("Paceline, disk only", paceline({}), spent),
-    Way(
-        "Paceline, disk only, no standby",
-        paceline({"launch": {"standby": False}}),
-        spent,
-    ),
+    Way("Paceline, memory k=1", paceline({"checkpoint": {"memory_every": 1}}), spent, standbys=2),
+    Way("Paceline, disk only", paceline({}), spent, standbys=2),
+    Way("Paceline, disk, no standby", paceline({"launch": {"standby": False}}), spent),
     Way("torchrun + torch.save", torchrun("recovering.plain")),
     Way("Accelerate", torchrun("recovering.with_accelerate")),
     Way("Lightning", torchrun("recovering.with_lightning")),
@@ -40,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--every", type=int, default=40, help="steps between two saves")
-    parser.add_argument("--settle", type=float, default=12.0, help="seconds from start to kill")
+    parser.add_argument("--settle", type=float, default=8.0, help="seconds from start to kill")
     parser.add_argument("--only", action="append", help="only ways with this in their names")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -18,7 +18,7 @@ import yaml
 from chaotic.notes import Notes, StepNote
 from chaotic.work import STEPS_FILE
 
-from paceline.testing.processes import is_alive, pids, was_started_with
+from paceline.testing.processes import command_line, is_alive, pids, was_started_with
 from recovering import task
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -26,6 +26,7 @@ BIN = Path(sys.executable).parent
 TAG = "PACELINE_BENCH_RUN"
 RANK = 1  # the one that is killed
 _PATIENCE_S = 180.0
+_IDLE_S = 2.0
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Way:
     command: Callable[[Path, int], list[str]]
     explains: Callable[[Path, float, float], dict[str, float]] | None = None
     """What the time went for between two moments, where the run in a folder can tell."""
+    standbys: int = 0
+    """How many processes stand by once it has trained for a while."""
 
 
 class Race:
@@ -69,6 +72,8 @@ class Race:
         }
         (folder / "checkpoints").mkdir()
         self._process: subprocess.Popen[bytes] | None = None
+        self._standbys: dict[int, int] = {}
+        self._changed = 0.0
 
     @contextlib.contextmanager
     def going(self) -> Iterator[Race]:
@@ -94,11 +99,15 @@ class Race:
         return [pid for pid in found if was_started_with(pid, TAG, self.tag)]
 
     def kill(self, settle: float) -> Kill:
-        """Let it train for ``settle`` seconds, kill a rank half way between two saves."""
+        """Let it train for ``settle`` seconds and until all who stand by are ready, then kill.
+
+        The kill comes half way between two saves.
+        """
         self._wait(lambda: len(self.notes.ranks()) == 2)
         start = self.notes.ranks()[0].start
         begun = min(note.time for note in self.notes.all if note.start == start)
         self._wait(lambda: time.time() > begun + settle)
+        self._wait(self._standbys_idle)
         self._wait(lambda: self.notes.step % self.every == self.every // 2)
         since = time.time()
         os.kill(self.notes.ranks()[RANK].pid, signal.SIGKILL)
@@ -110,6 +119,16 @@ class Race:
         if self.way.explains is not None:
             phases = self.way.explains(self.folder, since, first.time)
         return Kill(reached, first.time - since, fresh.time - since, len(again), phases)
+
+    def _standbys_idle(self) -> bool:
+        """Whether all standbys are there and have nothing left to load."""
+        if not self.way.standbys:
+            return True
+        now = {pid: _cpu_ticks(pid) for pid in self.processes() if "--standby" in command_line(pid)}
+        idle = len(now) == self.way.standbys and now == self._standbys
+        if now != self._standbys:
+            self._standbys, self._changed = now, time.monotonic()
+        return idle and time.monotonic() > self._changed + _IDLE_S
 
     def _first_after(self, since: float, start: str, beyond: int = 0) -> StepNote | None:
         """The first step of another world than ``start``, beyond a step."""
@@ -130,6 +149,15 @@ class Race:
             time.sleep(0.005)
             self.notes.read()
         return found
+
+
+def _cpu_ticks(pid: int) -> int:
+    """The time that a process has used."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
 
 
 def torchrun(module: str) -> Callable[[Path, int], list[str]]:

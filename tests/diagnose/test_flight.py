@@ -28,20 +28,33 @@ PROGRAM = """
         "calls": [dataclasses.asdict(c) for c in flight.calls()],
     }))
     dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.broadcast(torch.ones(7), 0)
+    print(json.dumps({
+        "places": [dataclasses.asdict(p) for p in flight.places()],
+        "calls": [dataclasses.asdict(c) for c in flight.calls()],
+    }))
+    dist.destroy_process_group()
 """
 
 
 @pytest.fixture(scope="module")
-def recorded() -> dict[str, Any]:
+def both() -> list[dict[str, Any]]:
+    """What was read in a first world, and in a second one that the same process joined."""
     program = textwrap.dedent(PROGRAM)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
-    return dict(json.loads(done.stdout))
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def recorded(both: list[dict[str, Any]]) -> dict[str, Any]:
+    return both[0]
 
 
 def test_calls_are_read_with_group_number_shape_and_dtype(recorded: dict[str, Any]) -> None:
-    reduce, broadcast, barrier = recorded["calls"]
+    reduce, barrier, broadcast = recorded["calls"]
     assert (reduce["backend"], reduce["op"], reduce["number"]) == ("gloo", "all_reduce", 1)
     assert (reduce["shapes"], reduce["dtypes"]) == ([[2, 3]], ["float32"])
     assert (broadcast["op"], broadcast["number"], broadcast["dtypes"]) == (
@@ -56,8 +69,17 @@ def test_calls_are_read_with_group_number_shape_and_dtype(recorded: dict[str, An
 
 def test_places_count_by_group(recorded: dict[str, Any]) -> None:
     by_group = {p["group"]: (p["begun"], p["done"], p["ranks"]) for p in recorded["places"]}
-    first, second = (recorded["calls"][n]["group"] for n in (0, 1))
+    first, second = (recorded["calls"][n]["group"] for n in (0, 2))
     assert by_group == {first: (2, 2, [0]), second: (1, 1, [0])}
+
+
+def test_a_second_world_is_not_mixed_up_with_the_first(both: list[dict[str, Any]]) -> None:
+    """Its default group has the name and the ranks that the first one's had."""
+    name = both[0]["calls"][0]["group"]
+    calls = [c for c in both[1]["calls"] if c["group"] == name]
+    assert [(c["number"], c["op"], c["shapes"]) for c in calls] == [(1, "broadcast", [[7]])]
+    places = [p for p in both[1]["places"] if p["group"] == name]
+    assert [(p["begun"], p["done"]) for p in places] == [(1, 1)]
 
 
 def test_the_users_choice_of_size_stands() -> None:

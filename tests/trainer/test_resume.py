@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import events
-from paceline.errors import CheckpointError, TrainingError
+from paceline.errors import CheckpointError, RankFailed, TrainingError
+from paceline.testing.faults import FaultPlan, kill_at
 
 
 def dataset(n: int = 24) -> TensorDataset:
@@ -201,3 +202,28 @@ def test_metric_of_a_batch_of_padding_gets_the_models_output() -> None:
     metrics = run.fit(rows[2:], rows, steps=1).evals[-1].metrics
     assert metrics["shape"] == 2
     assert metrics["loss"] == metrics["loss"]  # not NaN: the padding counts for nothing
+
+
+class DiesOnce(paceline.Callback):
+    """Kills rank 1 after step 5, in its first life."""
+
+    def on_step_end(self, trainer: paceline.Trainer, result: Any) -> None:
+        FaultPlan(kill_at(rank=1, step=5)).reach(result.step)
+
+
+@pytest.mark.timeout(240)
+def test_own_ranks_that_die_are_started_again(tmp_path: Path) -> None:
+    options = dict(checkpoint=paceline.Checkpointing(every=2), seed=3)
+    undisturbed = trainer(tmp_path / "a", **options)
+    undisturbed.fit(dataset(), steps=9, nproc=2)
+    killed = trainer(tmp_path / "b", callbacks=[DiesOnce()], **options)
+    history = killed.fit(dataset(), steps=9, nproc=2)
+    assert history.reason == "done"
+    assert [step.step for step in history.steps] == list(range(1, 10))
+    for a, b in zip(undisturbed.model.parameters(), killed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_own_ranks_without_a_folder_are_not_begun_again() -> None:
+    with pytest.raises(RankFailed, match="killed by SIGKILL"):
+        trainer(callbacks=[DiesOnce()]).fit(dataset(), steps=9, nproc=2)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.diagnose.report import Call, Place
+from paceline.diagnose.report import Call, GroupKey, Place
 
 SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 _SIZE = 256
@@ -46,80 +46,83 @@ def switch_on(environ: MutableMapping[str, str] | None = None) -> None:
 
 def places() -> tuple[Place, ...]:
     """How far this rank is in each of its groups; takes some 0.05 ms, more after a new group."""
-    found = []
-    for backend, dump in _recorders():
+    found: dict[GroupKey, Place] = {}
+    for recorder, dump in _recorders():
         status = pickle.loads(dump(includeCollectives=False)).get("pg_status", {})
-        if any((backend, local) not in _groups for local in status):
-            _learn_groups()
-        for local, numbers in status.items():
-            name, ranks = _groups.get((backend, local), ("", ()))
-            if not ranks:
-                continue  # of a group that has been destroyed
-            found.append(
-                Place(
-                    backend=backend,
-                    group=name,
-                    ranks=ranks,
-                    begun=max(0, numbers["last_enqueued_collective"]),
-                    done=max(0, numbers["last_completed_collective"]),
-                )
-            )
-    return tuple(found)
+        if any((recorder, local) not in _groups for local in status):
+            _entries(recorder, dump)
+        for local, numbers in sorted(status.items(), key=lambda item: int(item[0])):
+            # None: of a group that was destroyed before anybody looked. Not looked for again.
+            key = _groups.setdefault((recorder, local), None)
+            if key is not None and key[2]:
+                begun, done = numbers["last_enqueued_collective"], numbers[_DONE]
+                # A later group of the same name, of a world joined after the first, replaces it.
+                found[key] = Place(*key, begun=max(0, begun), done=max(0, done))
+    return tuple(found.values())
 
 
+_DONE = "last_completed_collective"
 # The recorder counts groups by a number of this process's own; their names, which are the same on
 # all members, are in its entries alone.
-_groups: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
-
-
-def _learn_groups() -> None:
-    for backend, dump in _recorders():
-        for entry in pickle.loads(dump(includeStackTraces=False)).get("entries", []):
-            _known_ranks(backend, entry)
+_groups: dict[tuple[str, str], GroupKey | None] = {}
 
 
 def calls() -> tuple[Call, ...]:
-    """The collectives the recorder still holds, oldest first; takes some milliseconds.
+    """The collectives the recorder still holds, each group's in order; takes some milliseconds.
 
     Without the stacks of the calls: writing those out takes seconds while another thread computes.
     """
-    found = []
-    for _, dump in _recorders():
-        entries = pickle.loads(dump(includeStackTraces=False)).get("entries", [])
-        own = [_call(entry) for entry in entries if not entry["is_p2p"]]
-        found += [call for call in own if call.ranks]
-    return tuple(found)
+    found: dict[GroupKey, dict[int, Call]] = {}
+    newest: dict[GroupKey, int] = {}
+    for recorder, dump in _recorders():
+        for entry in _entries(recorder, dump):
+            call = _call(recorder, entry)
+            if entry["is_p2p"] or not call.ranks:
+                continue
+            if entry["pg_id"] > newest.get(call.key, -1):
+                newest[call.key], found[call.key] = entry["pg_id"], {}
+            if entry["pg_id"] == newest[call.key]:
+                found[call.key][call.number] = call
+    return tuple(call for own in found.values() for call in own.values())
 
 
 def _recorders() -> list[tuple[str, Callable[..., bytes]]]:
-    """One of NCCL's own where torch has NCCL, and one of all other backends."""
+    """One of NCCL's own where torch has NCCL, and one of all other backends.
+
+    What a recorder holds is told by its entries: in some versions the second holds NCCL's, too.
+    """
     c10d: Any = torch._C._distributed_c10d
-    found = [("gloo", c10d._dump_fr_trace)] if hasattr(c10d, "_dump_fr_trace") else []
-    if hasattr(c10d, "_dump_nccl_trace"):
-        found.append(("nccl", c10d._dump_nccl_trace))
-    return found
+    names = ("_dump_fr_trace", "_dump_nccl_trace")
+    return [(name, getattr(c10d, name)) for name in names if hasattr(c10d, name)]
 
 
-def _call(entry: dict[str, Any]) -> Call:
-    backend, _, op = entry["profiling_name"].partition(":")
-    name = entry["process_group"][0]
+def _entries(recorder: str, dump: Callable[..., bytes]) -> list[dict[str, Any]]:
+    """The entries of a recorder; notes which groups they are of."""
+    entries: list[dict[str, Any]] = pickle.loads(dump(includeStackTraces=False)).get("entries", [])
+    for entry in entries:
+        place = (recorder, str(entry["pg_id"]))
+        if _groups.get(place) is None:
+            name = entry["process_group"][0]
+            _groups[place] = (_backend_and_op(entry)[0], name, _ranks_of(name))
+    return entries
+
+
+def _call(recorder: str, entry: dict[str, Any]) -> Call:
+    key = _groups[recorder, str(entry["pg_id"])]
+    assert key is not None
     return Call(
-        backend=backend,
-        group=name,
-        ranks=_known_ranks(backend, entry),
+        *key,
         number=entry["collective_seq_id"],
-        op=op,
+        op=_backend_and_op(entry)[1],
         shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
         dtypes=tuple(_DTYPES.get(name, name) for name in entry["input_dtypes"]),
         done=bool(entry["retired"]) or entry["state"] == "completed",
     )
 
 
-def _known_ranks(backend: str, entry: dict[str, Any]) -> tuple[int, ...]:
-    local, name = str(entry["pg_id"]), entry["process_group"][0]
-    if (backend, local) not in _groups:
-        _groups[backend, local] = (name, _ranks_of(name))
-    return _groups[backend, local][1]
+def _backend_and_op(entry: dict[str, Any]) -> tuple[str, str]:
+    backend, _, op = entry["profiling_name"].partition(":")
+    return backend, op
 
 
 def _ranks_of(name: str) -> tuple[int, ...]:

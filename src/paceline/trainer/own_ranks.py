@@ -14,6 +14,7 @@ from paceline.diagnose.oversee import HangOverseer, to_stderr
 from paceline.errors import LaunchError
 from paceline.events import FILE_NAME
 from paceline.launch import local
+from paceline.launch.policy import Limits
 from paceline.track import Progress, following
 from paceline.trainer.history import History, where_stopped
 
@@ -30,6 +31,7 @@ def fit(
     steps: int | None,
     nproc: int,
     resume: bool,
+    limits: Limits,
 ) -> History:
     """Train on ``nproc`` new ranks; the caller's model and optimizer end up as theirs."""
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
@@ -58,6 +60,8 @@ def fit(
                     nproc=nproc,
                     log_dir=None if trainer.run_dir is None else trainer.run_dir / "logs",
                     events_dir=events_dir,
+                    limits=limits,
+                    standby=limits.max_restarts > 0,
                     overseer=lambda: HangOverseer(
                         action="restart",
                         events_dir=events_dir,

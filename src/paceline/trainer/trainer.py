@@ -20,6 +20,7 @@ from paceline.engine.options import DEFAULTS, OptimizerFactory, check_option_nam
 from paceline.errors import CheckpointError, DataError, TrainingError
 from paceline.events import FILE_NAME, Note
 from paceline.launch.environment import read_environment
+from paceline.launch.policy import Limits
 from paceline.layout import Layout
 from paceline.parallel.compose import check_layout
 from paceline.track import Tracker
@@ -145,12 +146,15 @@ class Trainer:
         steps: int | None = None,
         nproc: int | None = None,
         resume: bool = False,
+        max_restarts: int | None = None,
     ) -> History:
         """Train on ``train`` for ``epochs`` or ``steps``, evaluating on ``val``.
 
         Both may be a dataset, a torch ``DataLoader`` or a :class:`paceline.data.Loader`. Started
         by a launcher, the process joins its world; started by hand it trains alone, or with
-        ``nproc`` brings up that many ranks, waits for them, and takes over what they learned.
+        ``nproc`` brings up that many ranks, waits for them, and takes over what they learned. Ranks
+        that die, or hang, are then started again up to ``max_restarts`` times in a row, from the
+        newest state of the run (``None``: 3 times where there is a ``run_dir``, else never).
 
         ``resume`` goes on from the newest checkpoint in ``run_dir`` (from the beginning where
         there is none). Ctrl-C or SIGTERM on any rank ends the run after the current step on all of
@@ -165,8 +169,17 @@ class Trainer:
                 self._check_layout(nproc)
             if nproc == 1:
                 return self._fit(train, val, epochs, steps, resume)
+            if max_restarts is None:
+                max_restarts = 0 if self.run_dir is None else 3
             return own_ranks.fit(
-                self, train, val, epochs=epochs, steps=steps, nproc=nproc, resume=resume
+                self,
+                train,
+                val,
+                epochs=epochs,
+                steps=steps,
+                nproc=nproc,
+                resume=resume,
+                limits=Limits(max_restarts=max_restarts),
             )
         world = World.init(timeout=self.timeout)
         if nproc is not None and nproc != world.size:
