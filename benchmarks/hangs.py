@@ -20,8 +20,8 @@ from typing import Any
 
 from hanging.expected import EXPECTED, Expected
 
-from paceline.diagnose.oversee import HangOverseer
-from paceline.diagnose.verdict import Finding
+from paceline.diagnose.hangs.oversee import HangOverseer
+from paceline.diagnose.hangs.verdict import Finding
 from paceline.errors import RankFailed
 from paceline.launch.local import LocalJob, launch
 from paceline.launch.overseer import Stuck

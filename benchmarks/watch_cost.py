@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.diagnose import flight
 from paceline.launch import local
-from paceline.launch.environment import read_environment
+from paceline.launch.environment import FLIGHT_RECORDER, read_environment
 from paceline.models import GPT, token_cross_entropy
 from paceline.world import World, joining
 
@@ -112,7 +111,7 @@ def recorder_cost(pairs: int, count: int) -> float:
             seconds[size] = local.call(
                 functools.partial(small_all_reduces, count),
                 nproc=2,
-                env={flight.SIZE_VARIABLE: size, "OMP_NUM_THREADS": "1"},
+                env={FLIGHT_RECORDER: size, "OMP_NUM_THREADS": "1"},
             )
         differences.append(seconds["256"] - seconds["0"])
     return statistics.median(differences)

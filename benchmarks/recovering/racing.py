@@ -124,7 +124,9 @@ class Race:
         """Whether all standbys are there and have nothing left to load."""
         if not self.way.standbys:
             return True
-        now = {pid: _cpu_ticks(pid) for pid in self.processes() if "--standby" in command_line(pid)}
+        ranks = {note.pid for note in self.notes.all}  # some of which stood by before
+        standing_by = [p for p in self.processes() if "--standby" in command_line(p)]
+        now = {pid: _cpu_ticks(pid) for pid in standing_by if pid not in ranks}
         idle = len(now) == self.way.standbys and now == self._standbys
         if now != self._standbys:
             self._standbys, self._changed = now, time.monotonic()

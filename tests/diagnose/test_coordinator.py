@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from paceline.diagnose import coordinator as module
-from paceline.diagnose.coordinator import Coordinator, Over, Standing, is_due, is_suspicious
-from paceline.diagnose.mismatch import digest
-from paceline.diagnose.report import SILENT, Beat, Call, Place, Report
-from paceline.diagnose.verdict import Finding
+from paceline.diagnose.hangs import coordinator as module
+from paceline.diagnose.hangs.coordinator import Coordinator, Over, Standing, is_due, is_suspicious
+from paceline.diagnose.hangs.mismatch import digest
+from paceline.diagnose.hangs.report import SILENT, Beat, Call, Place, Report
+from paceline.diagnose.hangs.verdict import Finding
 
 AFTER = 10.0
 

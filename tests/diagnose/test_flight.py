@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnose.flight import SIZE_VARIABLE, switch_on
+from paceline.diagnose.hangs.flight import switch_on
+from paceline.launch.environment import FLIGHT_RECORDER
 
 PROGRAM = """
     import json, dataclasses, os
-    from paceline.diagnose import flight
+    from paceline.diagnose.hangs import flight
     flight.switch_on()
     import torch, torch.distributed as dist
 
@@ -83,9 +84,9 @@ def test_a_second_world_is_not_mixed_up_with_the_first(both: list[dict[str, Any]
 
 
 def test_the_users_choice_of_size_stands() -> None:
-    chosen = {SIZE_VARIABLE: "0"}
+    chosen = {FLIGHT_RECORDER: "0"}
     switch_on(chosen)
-    assert chosen == {SIZE_VARIABLE: "0"}
+    assert chosen == {FLIGHT_RECORDER: "0"}
     empty: dict[str, str] = {}
     switch_on(empty)
-    assert int(empty[SIZE_VARIABLE]) > 0
+    assert int(empty[FLIGHT_RECORDER]) > 0

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.diagnose.mismatch import Comparison, Mismatch, digest, first_mismatch, must_match
-from paceline.diagnose.report import Call
+from paceline.diagnose.hangs.mismatch import (
+    Comparison,
+    Mismatch,
+    digest,
+    first_mismatch,
+    must_match,
+)
+from paceline.diagnose.hangs.report import Call
 
 
 def call(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.diagnose.report import GONE, SILENT, STOPPED, Beat, Frame
-from paceline.diagnose.stacks import main_stack, parse_dump, spot, without_launcher
-from paceline.diagnose.stand_in import report_on
+from paceline.diagnose.hangs.report import GONE, SILENT, STOPPED, Beat, Frame
+from paceline.diagnose.hangs.stacks import main_stack, parse_dump, spot, without_launcher
+from paceline.diagnose.hangs.stand_in import report_on
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 OWN = Frame("/home/me/train.py", 5, "main", "step()")
@@ -86,7 +86,7 @@ def test_stack_of_the_main_thread_from_another() -> None:
 
 PROGRAM = """
 import ctypes, sys, threading
-from paceline.diagnose.stacks import stack_file
+from paceline.diagnose.hangs.stacks import stack_file
 print(stack_file(), threading.main_thread().ident, flush=True)
 def held():
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)

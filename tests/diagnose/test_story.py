@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from diagnose.made_up_runs import STARTUP, MadeUpLogs, MadeUpRun
+from paceline.diagnose.hangs.verdict import KINDS
 from paceline.diagnose.story import Story, tell
 from paceline.diagnose.story.rules import HANGS
 from paceline.diagnose.story.text import write
-from paceline.diagnose.verdict import KINDS
 from paceline.events import (
     CheckpointFailed,
     GaveUp,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnose.report import (
+from paceline.diagnose.hangs.report import (
     GONE,
     LEFT,
     SILENT,
@@ -19,7 +19,7 @@ from paceline.diagnose.report import (
     Place,
     Report,
 )
-from paceline.diagnose.verdict import KINDS, Finding, judge
+from paceline.diagnose.hangs.verdict import KINDS, Finding, judge
 
 LIMIT = 10.0
 ALL = (0, 1, 2, 3)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from paceline.diagnose.coordinator import Over
-from paceline.diagnose.oversee import HangOverseer
-from paceline.diagnose.verdict import Finding
+from paceline.diagnose.hangs.coordinator import Over
+from paceline.diagnose.hangs.oversee import HangOverseer
+from paceline.diagnose.hangs.verdict import Finding
 from paceline.errors import RankFailed
 from paceline.events import HangFound, read
 from paceline.launch.local import LocalJob, launch

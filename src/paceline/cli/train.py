@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from paceline.cli.train_nodes import Joined
     from paceline.config import Config
-    from paceline.diagnose.oversee import HangOverseer
+    from paceline.diagnose.hangs.oversee import HangOverseer
     from paceline.launch.run_folder import RunFolder
     from paceline.track import Tracker
 
@@ -220,7 +220,7 @@ def _run_script(request: _Request) -> None:
 
     from paceline.cli.train_report import exit_status
     from paceline.config import resolve
-    from paceline.diagnose.oversee import HangOverseer
+    from paceline.diagnose.hangs.oversee import HangOverseer
     from paceline.errors import ConfigError
     from paceline.launch.local import LocalJob, launch
     from paceline.launch.policy import Limits
@@ -379,7 +379,7 @@ def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, res
 
 def _overseer(config: Config, run: RunFolder) -> HangOverseer:
     """Tells hangs to the events, and to the console where no progress bar shows those."""
-    from paceline.diagnose.oversee import HangOverseer, to_stderr
+    from paceline.diagnose.hangs.oversee import HangOverseer, to_stderr
 
     say = None if config.track.progress else to_stderr
     return HangOverseer(action=config.hangs.action, events_dir=run.path, say=say)

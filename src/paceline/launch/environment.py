@@ -16,6 +16,9 @@ from paceline.errors import WorldError
 # address that clusters export everywhere, not a place in a world.
 _MEMBERSHIP = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _LOOPBACK = ("localhost", "::1")
+FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"
+"""How many collectives torch remembers; it looks before the first process group is made."""
+COLLECTIVES_REMEMBERED = 256
 _NEXT_STEP = (
     "Start the script with torchrun or `paceline train --script`, or unset these variables."
 )

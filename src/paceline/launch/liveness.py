@@ -23,6 +23,8 @@ Store = Any  # torch's, which is not imported here
 OVER = "over"
 WAITING = "waiting"
 LEFT = "left/"
+REFORMS = "reforms"
+"""Why a node is done with a round that will be in the next one."""
 _ALIVE = "alive/"
 _BEATS_AFTER_HANG_UP = 2.5
 
@@ -137,7 +139,9 @@ class RoundWatch:
 
     def alive(self) -> int:
         """How many nodes of the round may be expected to form the next one, ours included."""
-        gone = {*self._beats.silent(time.monotonic()), *self.left}
+        left = [node for node, why in self.left.items() if why != REFORMS]
+        silent = set(self._beats.silent(time.monotonic())) - self.left.keys()
+        gone = {*silent, *left}
         if self.lost is not None and self._node != 0 and self._line_is_lost:
             gone.add(0)
         return len(self._hosts) - len(gone - {self._node})

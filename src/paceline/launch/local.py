@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import LaunchError, PacelineError, RankFailed
 from paceline.events import EventLog
 from paceline.launch import guard, logs
+from paceline.launch.environment import COLLECTIVES_REMEMBERED, FLIGHT_RECORDER
 from paceline.launch.policy import Limits
 
 if TYPE_CHECKING:
@@ -354,6 +355,8 @@ def _quiet_elastic() -> Iterator[None]:
 
 def _rank_env(job: LocalJob) -> dict[str, str]:
     env = {"PYTHONUNBUFFERED": "1"}
+    if FLIGHT_RECORDER not in os.environ:  # here for scripts that make a process group themselves
+        env[FLIGHT_RECORDER] = str(COLLECTIVES_REMEMBERED)
     if "OMP_NUM_THREADS" not in os.environ:
         # Each rank would take every core for itself, and all of them would get slower.
         env["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // job.nproc))

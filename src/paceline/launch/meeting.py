@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -162,8 +163,13 @@ class Meeting(Rounds):
                 book.line.close()
 
     def stop_waiting(self) -> None:
-        """End a rendezvous that waits."""
+        """End a rendezvous that waits, and let the others know that we will not be in the next."""
         self.door.stopping = True
+        if self._watch is not None:
+            key = f"{liveness.LEFT}{self.door.node}"
+            say = self._watch.say
+            # In a thread: this is called where signals are handled, and must return.
+            threading.Thread(target=say, args=(key, "preempted"), daemon=True).start()
 
     def get_backend(self) -> str:
         """A name for the agent's records."""
@@ -194,7 +200,7 @@ class Meeting(Rounds):
     # ------------------------------------------------------------- meeting
 
     def _meet(self) -> RendezvousInfo:
-        expected = self._end_round("reforms")
+        expected = self._end_round(liveness.REFORMS)
         self.door.begin_to_wait()
         problem: BaseException | None = None
         while True:
@@ -225,7 +231,7 @@ class Meeting(Rounds):
         try:
             return self._form_together(book, generation, number, size)
         except BaseException as error:
-            self._end_round("reforms")
+            self._end_round(liveness.REFORMS)
             self._give_up_generation(book, generation, error)
             raise
 
@@ -367,9 +373,9 @@ class Meeting(Rounds):
         self._watch = self._presence = None
         expected = 0
         if watch is not None and world is not None:
+            watch.stop(reason)
             expected = watch.alive() + watch.waiting
             self._left_before = {world.members[i].id: why for i, why in watch.left.items()}
-            watch.stop(reason)
         if presence is not None:
             presence.stop()
         for held in (self._agents_store, self._tether, self._tethers):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from paceline.diagnose.oversee import HangOverseer, to_stderr
+from paceline.diagnose.hangs.oversee import HangOverseer, to_stderr
 from paceline.errors import LaunchError
 from paceline.events import FILE_NAME
 from paceline.launch import local

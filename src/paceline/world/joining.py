@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.diagnose import flight
+from paceline.diagnose.hangs import flight
+from paceline.diagnose.hangs.watch import Member, Watch
 from paceline.diagnose.pulse import Pulse
-from paceline.diagnose.watch import Member, Watch
 from paceline.errors import WorldError
 from paceline.launch.environment import Environment
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.diagnose.hangs.watch import Watch, chosen_after
 from paceline.diagnose.pulse import Pulse
-from paceline.diagnose.watch import Watch, chosen_after
 from paceline.errors import CollectiveMismatch, WorldError
 from paceline.launch.environment import Environment, read_environment
 from paceline.layout import Layout

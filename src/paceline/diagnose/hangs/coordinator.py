@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from paceline.diagnose.board import Board
-from paceline.diagnose.mismatch import Comparison, Mismatch
-from paceline.diagnose.report import UNREACHABLE, Beat, Report
-from paceline.diagnose.verdict import Finding, judge, judge_mismatch
+from paceline.diagnose.hangs.board import Board
+from paceline.diagnose.hangs.mismatch import Comparison, Mismatch
+from paceline.diagnose.hangs.report import UNREACHABLE, Beat, Report
+from paceline.diagnose.hangs.verdict import Finding, judge, judge_mismatch
 
 # A slow machine may hold up a sign of life for this long without anything being wrong.
 _SILENCE = 2.0

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from paceline.diagnose.report import Call, GroupKey
+from paceline.diagnose.hangs.report import Call, GroupKey
 
 # In these every rank brings as much as every other, of the same kind.
 _ALIKE = ("all_reduce", "allreduce", "broadcast", "reduce", "barrier", "reduce_scatter")

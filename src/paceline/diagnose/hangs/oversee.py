@@ -19,9 +19,9 @@ from paceline.events import Event, EventLog, HangFound, HangOver
 from paceline.launch.overseer import Started, Stuck
 
 if TYPE_CHECKING:
-    from paceline.diagnose.board import Board
-    from paceline.diagnose.coordinator import Over
-    from paceline.diagnose.verdict import Finding
+    from paceline.diagnose.hangs.board import Board
+    from paceline.diagnose.hangs.coordinator import Over
+    from paceline.diagnose.hangs.verdict import Finding
 
 Action = Literal["restart", "stop", "wait"]
 _TICK_SECONDS = 0.3
@@ -77,8 +77,8 @@ class HangOverseer:
 
     def tell(self, news: Finding | Over) -> None:
         """Pass on what was found, or that it is over."""
-        from paceline.diagnose.explain import over_text
-        from paceline.diagnose.verdict import Finding
+        from paceline.diagnose.hangs.explain import over_text
+        from paceline.diagnose.hangs.verdict import Finding
 
         event: Event
         if isinstance(news, Finding):
@@ -127,8 +127,8 @@ class _Overseeing:
 
     def run(self) -> None:
         """Until the ranks have ended, or their store has."""
-        from paceline.diagnose.board import Board, BoardGone
-        from paceline.diagnose.coordinator import Coordinator
+        from paceline.diagnose.hangs.board import Board, BoardGone
+        from paceline.diagnose.hangs.coordinator import Coordinator
 
         world = self._world
         try:
@@ -147,7 +147,7 @@ class _Overseeing:
             return
 
     def _speak_for_silent_ranks(self, board: Board) -> None:
-        from paceline.diagnose.stand_in import answer_for_neighbours
+        from paceline.diagnose.hangs.stand_in import answer_for_neighbours
 
         question = board.asked()
         if question > self._question:

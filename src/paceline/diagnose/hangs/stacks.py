@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from paceline.diagnose.report import Frame, Message
+from paceline.diagnose.hangs.report import Frame, Message
 
 STACK_SIGNAL = signal.SIGUSR2
 _MESSAGE_CALLS = {

@@ -20,12 +20,12 @@ import threading
 import time
 from dataclasses import dataclass
 
-from paceline.diagnose import explain, flight, mismatch, stacks, stand_in
-from paceline.diagnose.board import Board, BoardGone
-from paceline.diagnose.coordinator import Coordinator, Over
+from paceline.diagnose.hangs import explain, flight, mismatch, stacks, stand_in
+from paceline.diagnose.hangs.board import Board, BoardGone
+from paceline.diagnose.hangs.coordinator import Coordinator, Over
+from paceline.diagnose.hangs.report import Beat, Call, GroupKey, Report
+from paceline.diagnose.hangs.verdict import Finding
 from paceline.diagnose.pulse import OUTSIDE, PHASES, Pulse
-from paceline.diagnose.report import Beat, Call, GroupKey, Report
-from paceline.diagnose.verdict import Finding
 from paceline.launch import last_words
 
 AFTER_VARIABLE = "PACELINE_HANG_AFTER"

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.diagnose import explain
-from paceline.diagnose.mismatch import Mismatch, first_mismatch
-from paceline.diagnose.report import ANSWERS, GONE, LEFT, SILENT, STOPPED, UNREACHABLE, Report
-from paceline.diagnose.stacks import spot
-from paceline.diagnose.waits import Waits, find_waits
+from paceline.diagnose.hangs import explain
+from paceline.diagnose.hangs.mismatch import Mismatch, first_mismatch
+from paceline.diagnose.hangs.report import ANSWERS, GONE, LEFT, SILENT, STOPPED, UNREACHABLE, Report
+from paceline.diagnose.hangs.stacks import spot
+from paceline.diagnose.hangs.waits import Waits, find_waits
 
 KINDS = (
     "code",  # a rank is in the user's code, others wait for it

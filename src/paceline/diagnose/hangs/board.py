@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from paceline.diagnose.report import Beat, Report
+from paceline.diagnose.hangs.report import Beat, Report
 
 _TIMEOUT = timedelta(seconds=5)
 _PREFIX = "paceline/watch"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.diagnose.report import ANSWERS, Call, GroupKey, Report
-from paceline.diagnose.stacks import spot
+from paceline.diagnose.hangs.report import ANSWERS, Call, GroupKey, Report
+from paceline.diagnose.hangs.stacks import spot
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.diagnose.board import Board
-from paceline.diagnose.report import GONE, LEFT, SILENT, STOPPED, Beat, Frame, Report
-from paceline.diagnose.stacks import STACK_SIGNAL, parse_dump
+from paceline.diagnose.hangs.board import Board
+from paceline.diagnose.hangs.report import GONE, LEFT, SILENT, STOPPED, Beat, Frame, Report
+from paceline.diagnose.hangs.stacks import STACK_SIGNAL, parse_dump
 
 _SECONDS_FOR_A_STACK = 0.5
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.diagnose.mismatch import Mismatch, words
-from paceline.diagnose.report import (
+from paceline.diagnose.hangs.mismatch import Mismatch, words
+from paceline.diagnose.hangs.report import (
     ANSWERS,
     GONE,
     LEFT,
@@ -15,8 +15,8 @@ from paceline.diagnose.report import (
     Call,
     Report,
 )
-from paceline.diagnose.stacks import spot
-from paceline.diagnose.waits import Meeting, Waits
+from paceline.diagnose.hangs.stacks import spot
+from paceline.diagnose.hangs.waits import Meeting, Waits
 
 _NATIVE = "is in native code that does not give Python's interpreter back"
 _DOING = {

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.diagnose.report import Call, GroupKey, Place
-
-SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
-_SIZE = 256
+from paceline.diagnose.hangs.report import Call, GroupKey, Place
+from paceline.launch.environment import COLLECTIVES_REMEMBERED, FLIGHT_RECORDER
 
 # The recorder writes C++ names.
 _DTYPES = {
@@ -41,7 +39,7 @@ _DTYPES = {
 def switch_on(environ: MutableMapping[str, str] | None = None) -> None:
     """Have torch record collectives, unless the user has set how many (0: none)."""
     env = os.environ if environ is None else environ
-    env.setdefault(SIZE_VARIABLE, str(_SIZE))
+    env.setdefault(FLIGHT_RECORDER, str(COLLECTIVES_REMEMBERED))
 
 
 def places() -> tuple[Place, ...]:

@@ -1,0 +1,1 @@
+"""Hangs, named: a watch over each rank, and a verdict over what all of them tell."""
