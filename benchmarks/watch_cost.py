@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
+from paceline.diagnose.hangs import flight
 from paceline.launch import local
 from paceline.launch.environment import FLIGHT_RECORDER, read_environment
 from paceline.models import GPT, token_cross_entropy
