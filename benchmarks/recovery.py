@@ -11,13 +11,14 @@ not been done before, and how many steps were done twice.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 from checkpointing import report
 from recovering.phases import spent
-from recovering.racing import Kill, Race, Way, paceline, torchrun
+from recovering.racing import Kill, Race, StandsStill, Way, paceline, torchrun
 
 from paceline.testing.processes import is_alive
 
@@ -48,9 +49,12 @@ def main() -> None:
             race = Race(way, Path(base) / str(number), options.every)
             with race.going(), report.progress(way.name, options.kills) as advance:
                 results[way.name] = []
-                for _ in range(options.kills):
-                    results[way.name].append(race.kill(options.settle))
-                    advance()
+                with contextlib.suppress(StandsStill):
+                    for _ in range(options.kills):
+                        results[way.name].append(race.kill(options.settle))
+                        advance()
+            if len(results[way.name]) < options.kills:
+                report.console.print(f"{way.name}: did not go on by itself after the next kill")
             left += [pid for pid in race.processes() if is_alive(pid)]
     _show(results, options.every)
     report.console.print(f"processes left over: {left or 'none'}")
@@ -61,6 +65,8 @@ def main() -> None:
 def _show(results: dict[str, list[Kill]], every: int) -> None:
     rows = []
     for name, kills in results.items():
+        if not kills:
+            continue
         seconds = [kill.next_step for kill in kills]
         rows.append(
             (

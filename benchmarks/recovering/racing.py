@@ -18,6 +18,7 @@ import yaml
 from chaotic.notes import Notes, StepNote
 from chaotic.work import STEPS_FILE
 
+from paceline.checkpoint.memory.files import free_run
 from paceline.testing.processes import command_line, is_alive, pids, was_started_with
 from recovering import task
 
@@ -27,6 +28,10 @@ TAG = "PACELINE_BENCH_RUN"
 RANK = 1  # the one that is killed
 _PATIENCE_S = 180.0
 _IDLE_S = 2.0
+
+
+class StandsStill(Exception):
+    """A way to train did not go on by itself."""
 
 
 @dataclass
@@ -92,6 +97,7 @@ class Race:
                         os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
             self._process.wait()
+            free_run(self.folder / "run" / "checkpoints")  # a killed run leaves it for the next
 
     def processes(self) -> list[int]:
         """Every live process of this run."""
@@ -124,6 +130,7 @@ class Race:
         """Whether all standbys are there and have nothing left to load."""
         if not self.way.standbys:
             return True
+        time.sleep(0.2)  # looking through all processes takes a core from those that train
         ranks = {note.pid for note in self.notes.all}  # some of which stood by before
         standing_by = [p for p in self.processes() if "--standby" in command_line(p)]
         now = {pid: _cpu_ticks(pid) for pid in standing_by if pid not in ranks}
@@ -147,7 +154,7 @@ class Race:
                 raise RuntimeError(f"{self.way.name} ended with {self._process.returncode}: "
                                    f"see {self.folder}/output.log")  # fmt: skip
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{self.way.name} stands still: see {self.folder}/output.log")
+                raise StandsStill(f"{self.way.name}: no step for {_PATIENCE_S:.0f} s")
             time.sleep(0.005)
             self.notes.read()
         return found

@@ -235,6 +235,17 @@ def test_same_collective_on_all_ranks_is_the_network() -> None:
     assert "have all reached all_reduce #8" in finding.summary
 
 
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [(STOPPED, "stopped"), (SILENT, "native"), (GONE, "left"), (UNREACHABLE, "unreachable")],
+)
+@pytest.mark.parametrize("begun", [waiting, elsewhere], ids=["in it", "through it"])
+def test_a_rank_that_stopped_within_a_collective_is_to_blame(begun, state: str, kind: str) -> None:
+    finding = found(begun(0, 8, state=state), waiting(1, 8))
+    assert (finding.what, finding.ranks) == (kind, (0,))
+    assert finding.summary.startswith("rank 0 ")
+
+
 def test_messages() -> None:
     receiving = elsewhere(0, 3, message=Message("recv", 1))
     finding = found(receiving, elsewhere(1, 3))

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,7 @@ class Nodes:
         self._log: EventLog | None = None
         self.run: RunFolder | None = None
         self.shared = True
+        self.is_over: Callable[[], bool] = lambda: False
 
     def make(self) -> Run:
         """The run's folder, made here; all machines get to know it."""
@@ -94,7 +95,7 @@ class Nodes:
         places = self._checkpoint_places(run)
         self._hold(run, identity)
         run.mark(identity, places)
-        self._stack.callback(run.unmark, identity, places)
+        self._stack.callback(self._unmark, run, identity, places)
         self._save_config(run)
         return Run(str(run.path), identity, tuple(places), self._resume is not None)
 
@@ -120,6 +121,7 @@ class Nodes:
                     "--run-dir or track.run_dir."
                 ) from error
         self._hold(folder, run.identity)
+        self._stack.callback(self._unmark, folder, run.identity, run.places)
         if not self.shared:
             self._save_config(folder)
 
@@ -144,6 +146,11 @@ class Nodes:
     def _hold(self, run: RunFolder, identity: str) -> None:
         self._stack.enter_context(run.in_use(identity))
         self.run = run
+
+    def _unmark(self, run: RunFolder, identity: str, places: Sequence[str]) -> None:
+        """Take the marks away where the run is over; others may yet join one that goes on."""
+        if self.is_over():
+            run.unmark(identity, places)
 
     def _save_config(self, run: RunFolder) -> None:
         if self._config_text is not None:
@@ -192,6 +199,7 @@ def meet(
         )
     hooks = RunHooks(nodes.make, nodes.take, nodes.write, nodes.keep_log, _say)
     meeting = Meeting(settings, hooks)
+    nodes.is_over = meeting.is_closed
     stack.callback(meeting.shutdown)
     try:
         meeting.open()

@@ -105,6 +105,8 @@ class Agent(SimpleElasticAgent):
         self._started_at = time.monotonic()
         self._node = 0
         self._members: list[Member] = []
+        self._parts: list[int] = []
+        """How many ranks each node has."""
         self._stop_signal: signal.Signals | None = None
 
     # What other threads may ask.
@@ -252,6 +254,7 @@ class Agent(SimpleElasticAgent):
         parts = used_parts([member.nproc for member in members], used)
         with_ranks = [node for node, part in enumerate(parts) if part > 0]
         self._verdicts.watch(with_ranks)
+        self._parts = parts
         place = Place(
             size=used,
             first=first.global_rank,
@@ -372,7 +375,7 @@ class Agent(SimpleElasticAgent):
         log = str(self._rank_logs.log(rank)) if rank in self._crew.pids else ""
         own_error = self._explain(decision) if self._failures else None
         report = "" if own_error is None else str(own_error)
-        mine = Verdict(ending, decision, self._job.host, rank, exit_code, log, report)
+        mine = Verdict(ending, decision, self._host_of(rank), rank, exit_code, log, report)
         counts = self._verdicts.reach(mine)
         if counts is mine:
             for event in telling.events(mine):
@@ -380,6 +383,15 @@ class Agent(SimpleElasticAgent):
         if not counts.decision.restart:
             self.error = own_error if counts is mine and own_error else telling.error(counts)
         return counts
+
+    def _host_of(self, rank: int | None) -> str:
+        """The machine that ``rank`` is on; this one, where nobody in particular is meant."""
+        if rank is not None:
+            for host, part in zip(self._rounds.nodes, self._parts, strict=False):
+                if rank < part:
+                    return host
+                rank -= part
+        return self._job.host
 
     def _explain(self, decision: Decision) -> LaunchError:
         several = len(self._rounds.nodes) > 1

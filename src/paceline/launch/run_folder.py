@@ -98,10 +98,16 @@ class RunFolder:
             yield
 
     def mark(self, identity: str, places: Iterable[str | os.PathLike[str]] = ()) -> None:
-        """Leave a mark in the folder, and in ``places``, by which other machines know them."""
+        """Leave a mark in the folder, and in ``places``, by which other machines know them.
+
+        Whoever holds the run does this once: marks of earlier launches, killed before they could
+        take them away, go.
+        """
         for folder in (self.path, *map(Path, places)):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                for earlier in folder.glob(f"{_MARK}*"):
+                    earlier.unlink(missing_ok=True)
                 (folder / f"{_MARK}{identity}").touch()
             except OSError as error:
                 raise _cannot_make(folder, error.strerror or str(error)) from error

@@ -46,6 +46,10 @@ _SURE = (STOPPED, LEFT, GONE)
 """States in which a rank will not come, however short it has been in them."""
 
 
+_ABSENT = (STOPPED, SILENT, GONE, UNREACHABLE)
+"""States in which a rank does not run on, wherever it is."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What is wrong. ``what`` is one of :data:`KINDS`, ``ranks`` are those to blame.
@@ -116,6 +120,11 @@ def _culprits(reports: Mapping[int, Report], waits: Waits) -> tuple[str, tuple[i
     if ring:
         return "deadlock", tuple(sorted(ring))
     if waits.waiting:
+        # One that was stopped in the middle of a collective has begun it, and is missing all the
+        # same.
+        absent = [r for r, report in sorted(reports.items()) if report.state in _ABSENT]
+        if absent:
+            return kind_of(reports[absent[0]]), tuple(absent)
         lonely = [r for r in sorted(waits.waiting) if reports[r].message is not None]
         if lonely:
             return "message", tuple(lonely)
