@@ -144,11 +144,12 @@ def test_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
 # Whether it still runs.
 
 
-def test_a_run_whose_folder_is_held_is_running(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH], ids=["one", "several"])
+def test_a_run_whose_folder_is_held_is_running(tmp_path: Path, kind: int) -> None:
     run = write_run(tmp_path / "r", MadeUpRun().start().steps(5))
     assert of_run(run).state == "cut_off"
     with open(run / ".lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, kind)
         assert of_run(run).state == "running"
         assert "is running, at step 5 of 100" in shown(str(run))
     assert of_run(run).state == "cut_off"

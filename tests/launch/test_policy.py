@@ -89,6 +89,9 @@ def test_the_same_error_at_the_same_step_twice_is_given_up_by_name(between: list
     )
     later = dataclasses.replace(cursed, step=13)
     assert decide([cursed, later], LIMITS).restart, "another step: it may be another cause"
+    counted = failure(12, "rank 1 is missing from all_reduce #101")
+    again = dataclasses.replace(counted, error="rank 1 is missing from all_reduce #57")
+    assert not decide([counted, again], LIMITS).restart, "numbers count from start to start"
     other = dataclasses.replace(cursed, error="ValueError: something else")
     assert decide([cursed, other, cursed], LIMITS).restart, "not in a row"
 

@@ -82,6 +82,32 @@ def test_following_hands_on_what_is_written_meanwhile(tmp_path: Path) -> None:
     assert second.closed
 
 
+def test_following_shows_while_it_is_asked_to(tmp_path: Path) -> None:
+    """Of several machines that follow one run, one shows it, and another may take over."""
+    seen, never = Listener(), Listener()
+    is_ours, looks = threading.Event(), []
+
+    def shown() -> bool:
+        looks.append(True)
+        return is_ours.is_set()
+
+    log = EventLog(tmp_path)
+    with (
+        following(tmp_path, [seen], shown=shown),
+        following(tmp_path, [never], shown=lambda: False),
+    ):
+        log.write(Note(message="not for us"))
+        looks.clear()
+        eventually(lambda: len(looks) > 2)  # so it has been read
+        is_ours.set()
+        log.write(Note(message="for us"))
+        eventually(lambda: seen.messages == ["for us"])
+    log.close()
+    assert seen.closed
+    assert never.messages == []
+    assert not never.closed, "it was never begun"
+
+
 def test_a_failing_tracker_is_dropped_with_one_warning(tmp_path: Path) -> None:
     class Broken(Listener):
         def handle(self, event: Event) -> None:

@@ -69,7 +69,11 @@ def train(
         str | None, typer.Option(metavar="DIR", help="The run's own folder, which must be new.")
     ] = None,
     max_restarts: Annotated[
-        str | None, typer.Option(metavar="N", help="How often failed ranks are started again.")
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="How often failed ranks are started again; by default 3, for a script 0.",
+        ),
     ] = None,
 ) -> None:
     """Train what a config describes, or run a script on several ranks.
@@ -162,6 +166,10 @@ class _Request:
                 problems.append(f"{flag} {value}: for configs only; the script decides for itself")
         return problems
 
+    def asks_for(self, key: str) -> bool:
+        """Whether a flag names this key of the config."""
+        return any(override.partition("=")[0] == key for override in self.flags)
+
     def load(self, source: str | Path | None, *, checked: bool = True) -> Config:
         """The config with all overrides; problems name the flags they come from."""
         from paceline.config import load, load_checked
@@ -245,13 +253,13 @@ def _run_script(request: _Request) -> None:
             joined = _meet(config, request, make_folder, stack, script=" ".join(command))
             typer.echo(joined.where(), err=True)
         run = make_folder() if joined is None else joined.run
+        # A script may not be made to run twice: its restarts, unlike a config's, must be asked for.
+        restarts = config.launch.max_restarts if request.asks_for("launch.max_restarts") else 0
         job = LocalJob(
             command=command,
             nproc=config.launch.nproc,
             log_dir=run.logs,
-            limits=Limits(
-                config.launch.max_restarts, config.launch.max_preemptions, config.launch.backoff
-            ),
+            limits=Limits(restarts, config.launch.max_preemptions, config.launch.backoff),
             standby=config.launch.standby,
             grace=config.launch.grace,
             # What a script does between two collectives is its own affair: told, not acted upon.
@@ -338,7 +346,7 @@ def _meet(
 
 
 def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, resume: bool) -> None:
-    from paceline.cli.train_report import resume_hint, say_stopped
+    from paceline.cli.train_report import exit_status, resume_hint, say_stopped, tell
     from paceline.errors import RankFailed
     from paceline.launch.local import LocalJob, launch
     from paceline.launch.policy import Limits
@@ -361,12 +369,16 @@ def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, res
         overseer=None if config.hangs.after is None else lambda: _overseer(config, run),
         **more,
     )
-    # The run's events are written on node 0 alone, and shown there.
-    trackers = _trackers(config, run) if joined is None or joined.is_main else []
     try:
-        with following(run.path, trackers) if trackers else contextlib.nullcontext():
+        # Of several machines, the one that is node 0 shows the run; another may come to be it.
+        with following(
+            run.path, _trackers(config, run), shown=lambda: joined is None or joined.is_main
+        ):
             launch(job)
     except (KeyboardInterrupt, SystemExit) as stop:
+        if joined is not None and not joined.meeting.is_closed():
+            tell("this machine has left the run; the same command joins it again")
+            raise SystemExit(exit_status(stop)) from None
         say_stopped(run, stop)
     except RankFailed as error:
         raise RankFailed(

@@ -231,11 +231,14 @@ class Gathering:
             raise WaitingStopped("asked to stop while waiting for other machines")
         if time.monotonic() > self._say_at:
             self._say_at = float("inf")
-            least = self.settings.least
-            self._hooks.notice(
-                f"{self.host} waits for other machines at {self.places} "
-                f"(at least {least} in all, for {self.settings.rejoin_timeout:g} s)"
-            )
+            seconds = f"for up to {self.settings.rejoin_timeout:g} s"
+            if self.places.trouble is not None:
+                told = f"finds no meeting place, and waits {seconds}: {self.places.trouble}"
+            elif self.settings.least > 1:
+                told = f"waits {seconds} for {self.settings.least} machines or more to meet"
+            else:
+                told = f"waits {seconds} for the machines that train to let it in"
+            self._hooks.notice(f"{self.host} at {self.places}: {told}")
 
     def asks_for(self, book: Book, generation: int, *, joining: bool) -> Callable[[], None]:
         """A pause that also ends the wait when the generation is over, or formed without us."""

@@ -9,6 +9,7 @@ the world makes room for them.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -170,6 +171,9 @@ class Places:
         self._endpoints, self._patience = list(endpoints), patience
         self._server: TCPStore | None = None
         self._served: Endpoint | None = None
+        self._taken: Endpoint | None = None
+        self.trouble: str | None = None
+        """Why no meeting place is found; ``None`` while one is, or before anybody looked."""
 
     def __str__(self) -> str:
         return ",".join(map(str, self._endpoints))
@@ -208,17 +212,38 @@ class Places:
         Whoever is the n-th candidate waits for n turns, so that an earlier one comes first.
         """
         began = time.monotonic()
+        self.trouble = None
         own = [i for i, endpoint in enumerate(self._endpoints) if is_this_machine(endpoint.host)]
         while True:
             pause()
             if (book := self.look()) is not None:
+                self.trouble = None
                 return book
             now = time.monotonic()
             if own and now - began >= TURN_SECONDS * own[0] and self._serve(own[0]):
                 continue
+            self.trouble = self._why_none()
             if now > deadline:
-                raise LineLost(f"no meeting place at {self} answers")
+                raise LineLost(f"no meeting place at {self} answers: {self.trouble}")
             time.sleep(_RETRY_SECONDS)
+
+    def _why_none(self) -> str:
+        """Why no meeting place is found, as far as this machine can tell."""
+        found = []
+        for endpoint in self._endpoints:
+            try:
+                socket.getaddrinfo(endpoint.host, endpoint.port)
+            except OSError:
+                found.append(f"the name {endpoint.host!r} does not resolve")
+                continue
+            if endpoint == self._taken:
+                found.append(
+                    f"port {endpoint.port} of this machine is taken by something that is no "
+                    "meeting place; choose another with --rdzv"
+                )
+            else:
+                found.append(f"nothing answers at {endpoint} yet")
+        return "; ".join(found)
 
     def stop_serving(self) -> None:
         """Close the store that this launcher serves."""
@@ -230,6 +255,7 @@ class Places:
         try:
             self._server = serve_meeting(endpoint.host, endpoint.port)
         except LineLost:
-            return False  # another launcher on this machine was faster
-        self._served = endpoint
+            self._taken = endpoint  # maybe another launcher on this machine was faster
+            return False
+        self._served, self._taken = endpoint, None
         return True

@@ -20,6 +20,7 @@ of their own; a row of them without any movement backs off as failures do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -181,10 +182,15 @@ def _forbidden(history: Sequence[Ending], row: Sequence[Ending]) -> str | None:
         if never_moved and len(row) > 1:
             return f"the run was {last.error} again before its first step was done"
         return None
-    if len(row) > 1 and (row[-2].error, row[-2].step) == (last.error, last.step):
+    if len(row) > 1 and (_words(row[-2]), row[-2].step) == (_words(last), last.step):
         where = "" if last.step is None else f" after step {last.step}"
         return f"the same error came a second time in a row{where}: {last.error}"
     return None
+
+
+def _words(ending: Ending) -> str:
+    """The error without its numbers: seconds, counts and addresses differ from start to start."""
+    return re.sub(r"\d+", "", ending.error)
 
 
 def _out_of_restarts(budget: int) -> str:

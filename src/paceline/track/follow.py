@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from paceline.events import FILE_NAME, Event, EventLog, Note
@@ -59,13 +59,20 @@ def follow(
 
 
 @contextlib.contextmanager
-def following(run_dir: str | os.PathLike[str], trackers: Sequence[Tracker]) -> Iterator[None]:
+def following(
+    run_dir: str | os.PathLike[str],
+    trackers: Sequence[Tracker],
+    *,
+    shown: Callable[[], bool] = lambda: True,
+) -> Iterator[None]:
     """Hand the events that a run in ``run_dir`` writes during the block to ``trackers``.
+
+    While ``shown()`` is false, events are passed over: somebody else shows them.
 
     A tracker that raises gets no more of them; the run hears of it in a warning, and goes on.
     At the end of the block the trackers are closed.
     """
-    feed = _Feed(Path(run_dir), trackers)
+    feed = _Feed(Path(run_dir), trackers, shown)
     feed.thread.start()
     try:
         yield
@@ -77,7 +84,11 @@ def following(run_dir: str | os.PathLike[str], trackers: Sequence[Tracker]) -> I
 class _Feed:
     """The thread behind :func:`following`."""
 
-    def __init__(self, run_dir: Path, trackers: Sequence[Tracker]) -> None:
+    def __init__(
+        self, run_dir: Path, trackers: Sequence[Tracker], shown: Callable[[], bool]
+    ) -> None:
+        self._shown = shown
+        self._has_shown = False
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._run, name="paceline-feed", daemon=True)
         self._run_dir = run_dir
@@ -94,7 +105,7 @@ class _Feed:
             if not self._hand_on() and last_look:
                 break
             self.stop.wait(0 if last_look else _POLL_SECONDS)
-        while self._trackers:
+        while self._trackers and self._has_shown:
             tracker = self._trackers.pop(0)
             try:
                 tracker.close()
@@ -104,7 +115,9 @@ class _Feed:
 
     def _hand_on(self) -> bool:
         events = self._tail.read()
-        for event in events:
+        shown = self._shown()
+        self._has_shown = self._has_shown or shown
+        for event in events if shown else ():
             for tracker in list(self._trackers):
                 try:
                     tracker.handle(event)

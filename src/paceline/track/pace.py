@@ -20,6 +20,10 @@ class Pace:
             self._steps.clear()
         self._steps.append(step)
 
+    def start_anew(self) -> None:
+        """The ranks were started (again), maybe others: what was before says nothing of them."""
+        self._steps.clear()
+
     @property
     def samples_per_second(self) -> float:
         """Training throughput; 0 before the first step."""

@@ -111,6 +111,7 @@ class Progress:
             self._pace.add(event)
             self._display.step(self._view(event))
         elif isinstance(event, RunStarted):
+            self._pace.start_anew()
             self._total = event.total_steps
             self._display.say(_describe(event) or "")
             self._display.begin(event.total_steps, event.first_step)

@@ -135,8 +135,9 @@ def _is_held(path: Path) -> bool | None:
     """Whether a process holds this lock; ``None`` where there is none, or no way to know."""
     try:
         with open(path, "rb") as file:
-            # For an instant, and shared with others who only ask.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # For an instant. The launchers of several machines share it: only one who wants it
+            # for himself notices them.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
