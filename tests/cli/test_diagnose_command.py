@@ -199,7 +199,7 @@ optimizer: {name: sgd, lr: 0.1}
 schedule: {warmup_steps: 0}
 batch: {global_batch: 8}
 train: {steps: 20, clip_norm: null}
-checkpoint: {every: 5}
+checkpoint: {every: 5, asynchronous: false}
 launch: {device: cpu, standby: false}
 """
 

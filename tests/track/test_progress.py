@@ -156,7 +156,7 @@ def hang(action: str, seconds: float = 60.0) -> HangFound:
         what="data",
         ranks=[1],
         summary="rank 1 is missing",
-        detail="rank 0: …\nrank 1: …",
+        detail="rank 1 is missing\nrank 1: …",
         action=action,
     )
 
@@ -194,8 +194,10 @@ def test_what_befalls_ranks_and_machines_is_a_line_each() -> None:
         "machine beta was told to leave",
         "machine beta joined",
         "warning: step 5: nothing has moved for 1:00: rank 1 is missing",
+        "rank 1: …",
         "warning: step 5: nothing has moved for 1:00: rank 1 is missing; if it goes on, "
         "all ranks are restarted",
+        "rank 1: …",
         "warning: step 5: rank 1 is missing",
         "step 5: moving again, after 1:15",
         "warning: step 50: rank 1 on beta is slow in data: the others wait 0.125 s a step for it "

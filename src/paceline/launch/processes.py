@@ -22,6 +22,7 @@ from typing import Protocol
 from paceline.launch import guard, worker
 
 _POLL_SECONDS = 0.05
+_ANSWER_SECONDS = 2.0
 # Loading torch for a standby takes cores from ranks: not while they start themselves, and one
 # standby after the other.
 _STANDBY_AFTER_SECONDS = 2.0
@@ -202,13 +203,15 @@ class _Standby:
         except FileNotFoundError:  # removed, while we are in it: so is the standby
             cwd = None
         order = {"arguments": list(command), "env": dict(env), "cwd": cwd}
-        self._line.settimeout(1.0)
+        self._line.settimeout(_ANSWER_SECONDS)
         try:
             self._line.sendall(json.dumps(order).encode() + b"\n")
+            # One that is being killed would take the order, and not live to carry it out.
+            taken = self._line.recv(64) != b""
         except OSError:
             return False
         self._line.close()
-        return True
+        return taken
 
     def end(self) -> None:
         """Kill it: there is nothing in it to save."""

@@ -97,8 +97,9 @@ def _stand_by(line_number: int, command: list[str]) -> list[str]:
     with socket.socket(fileno=line_number) as line, line.makefile("rb") as orders:
         line.sendall(b"ready\n")
         order = orders.readline()
-    if not order.endswith(b"\n"):  # the launcher has no use for this process any more
-        os._exit(0)
+        if not order.endswith(b"\n"):  # the launcher has no use for this process any more
+            os._exit(0)
+        line.sendall(b"taken\n")
     place = json.loads(order)
     os.environ.clear()
     os.environ.update(place["env"])
