@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline import events
-from paceline.events import Event, StepDone
+from paceline.events import Event, RanksStarted, StepDone
 from paceline.testing.hosts import Host
 from paceline.testing.processes import command_line, pids
 
@@ -258,3 +258,8 @@ def same_losses(found: dict[int, float], expected: dict[int, float]) -> None:
         if not math.isclose(loss, expected[step], rel_tol=1e-4, abs_tol=1e-6)
     }
     assert not wrong, f"losses that differ from the undisturbed run's: {wrong}"
+
+
+def worlds(cluster: Cluster) -> list[int]:
+    """The sizes of the worlds there were."""
+    return [event.world_size for event in cluster.of(RanksStarted)]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from node_cases import NODE_TIMEOUT, Cluster, same_losses, wait_for
+from node_cases import NODE_TIMEOUT, Cluster, same_losses, wait_for, worlds
 
 from paceline.events import NodeLeft, RanksStarted, StepDone
 from paceline.testing.hosts import Hosts, hosts_available
@@ -17,21 +17,6 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 PORT = 29400
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[int, float]:
-    """The losses of the same run on one machine that nothing happens to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with Cluster(folder, slow=False) as alone:
-        launcher = alone.start(arguments=["sums.yaml"])
-        assert launcher.ends() == 0, launcher.text
-        return alone.losses()
-
-
-def worlds(cluster: Cluster) -> list[int]:
-    """The sizes of the worlds there were."""
-    return [event.world_size for event in cluster.of(RanksStarted)]
 
 
 def starts_again(cluster: Cluster, size: int, since: float) -> float:

@@ -7,26 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from node_cases import Cluster, same_losses, wait_for
+from node_cases import Cluster, same_losses, wait_for, worlds
 
-from paceline.events import NodeJoined, NodeLeft, RanksStarted, Restarting, RunFinished
+from paceline.events import NodeJoined, NodeLeft, Restarting, RunFinished
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[int, float]:
-    """The losses of the same run on one machine that nothing happens to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with Cluster(folder, slow=False) as alone:
-        launcher = alone.start(arguments=["sums.yaml"])
-        assert launcher.ends() == 0, launcher.text
-        return alone.losses()
-
-
-def worlds(cluster: Cluster) -> list[int]:
-    """The sizes of the worlds there were."""
-    return [event.world_size for event in cluster.of(RanksStarted)]
 
 
 def test_two_launchers_are_one_run_and_start_again_together(tmp_path: Path, undisturbed) -> None:

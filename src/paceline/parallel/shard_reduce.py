@@ -15,17 +15,21 @@ from paceline.world import World
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Gather:
-    """An all-gather that tells the pulse that this rank waits; to be given to FSDP.
-
-    On the CPU FSDP's all-gathers return when they are through.
-    """
+class _Allocates:
+    """What FSDP asks of both exchanges beside the exchange itself."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Memory for FSDP to put the pieces in, or the result."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Allocates):
+    """An all-gather that tells the pulse that this rank waits; to be given to FSDP.
+
+    On the CPU FSDP's all-gathers return when they are through.
+    """
 
     def __call__(
         self,
@@ -39,18 +43,12 @@ class Gather:
             return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class ExchangeAndSum:
+class ExchangeAndSum(_Allocates):
     """A reduce-scatter that sends each rank only its own piece; to be given to FSDP.
 
     Gloo's own sends what an all-reduce would, twice as much. Here the pieces are exchanged and
     added up where they arrive, in the order of the ranks, so that the sum is always the same.
     """
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Memory for FSDP to put the gradients in, or the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -150,6 +150,20 @@ class Beat:
     stack_file: str = ""
     places: tuple[Place, ...] = field(default=())
 
+    def report(self, **more: Any) -> Report:
+        """A report that begins with what the beat tells."""
+        return Report(
+            rank=self.rank,
+            host=self.host,
+            pid=self.pid,
+            step=self.step,
+            phase=self.phase,
+            seconds=self.still,
+            paced=self.paced,
+            places=self.places,
+            **more,
+        )
+
     @property
     def waiting(self) -> bool:
         """Whether a collective was begun that is not over, or a message is waited for."""

@@ -35,16 +35,8 @@ def report_on(beat: Beat, *, stack: bool = True) -> Report:
     """What can be seen from outside of the process behind ``beat``, with or without its stack."""
     state = LEFT if beat.left else _process_state(beat.pid)
     speechless = state == SILENT
-    return Report(
-        rank=beat.rank,
+    return beat.report(
         state=state,
-        host=beat.host,
-        pid=beat.pid,
-        step=beat.step,
-        phase=beat.phase,
-        seconds=beat.still,
-        paced=beat.paced,
-        places=beat.places,
         stack=_stack_of(beat) if speechless and stack else (),
         kernel=kernel_function(beat.pid) if speechless else "",
         disk=speechless and main_thread_state(beat.pid) == "D",

@@ -179,15 +179,7 @@ class Watch:
         latest: dict[GroupKey, list[Call]] = {}
         for call in flight.calls():
             latest.setdefault(call.key, []).append(call)
-        return Report(
-            rank=beat.rank,
-            host=beat.host,
-            pid=beat.pid,
-            step=beat.step,
-            phase=beat.phase,
-            seconds=beat.still,
-            paced=beat.paced,
-            places=beat.places,
+        return beat.report(
             calls=tuple(c for calls in latest.values() for c in calls[-_CALLS_TOLD:]),
             message=message,
             stack=stack,
