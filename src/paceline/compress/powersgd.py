@@ -1,0 +1,71 @@
+"""PowerSGD: a matrix sent as the product of two thin ones, better every step.
+
+One step of a power iteration from where the last step's ended. For all matrices of an exchange at
+once, so that there are two messages, not two for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.compress.formats import Cast, Format, Plain, Turn
+from paceline.compress.wire import Wire
+
+
+@dataclass
+class PowerSGD:
+    """Matrices of ``rank`` ``rank``; ``dtype`` is what the thin ones travel in."""
+
+    rank: int
+    seed: int = 0
+    dtype: torch.dtype | None = None
+    right: dict[str, Tensor] = field(default_factory=dict)
+    """Where each matrix's next step starts, by name; equal on all ranks."""
+    feedback = True
+
+    def pays_for(self, shape: Sequence[int]) -> bool:
+        """Whether two thin matrices are less than the one; else it travels as it is."""
+        rows, columns = as_matrix(shape)
+        return self.rank * (rows + columns) < rows * columns
+
+    def means(self, matrices: dict[str, Tensor], wire: Wire, turn: Turn) -> dict[str, Tensor]:
+        """The mean over the ranks of each matrix, as near as its rank allows, by name."""
+        form: Format = Plain() if self.dtype is None else Cast(self.dtype)
+        flat = {name: m.reshape(as_matrix(m.shape)) for name, m in matrices.items()}
+        left = {name: m @ self._start(name, m) for name, m in flat.items()}
+        left = {name: _orthogonal(p) for name, p in _together(left, form, wire, turn).items()}
+        right = {name: m.T @ left[name] for name, m in flat.items()}
+        self.right |= _together(right, form, wire, turn)
+        return {n: (left[n] @ self.right[n].T).reshape(matrices[n].shape) for n in matrices}
+
+    def _start(self, name: str, matrix: Tensor) -> Tensor:
+        kept = self.right.get(name)
+        if kept is None or kept.shape[0] != matrix.shape[1]:
+            draw = torch.Generator().manual_seed(self.seed)
+            kept = torch.randn(matrix.shape[1], self.rank, generator=draw, dtype=torch.float64)
+        return _orthogonal(kept.to(matrix))
+
+
+def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """A tensor's first dimension, and all the others."""
+    rows = shape[0] if len(shape) > 1 else 1
+    total = 1
+    for length in shape:
+        total *= length
+    return rows, total // max(rows, 1)
+
+
+def _orthogonal(thin: Tensor) -> Tensor:
+    """An orthonormal basis of its columns."""
+    return torch.linalg.qr(thin).Q
+
+
+def _together(thin: dict[str, Tensor], form: Format, wire: Wire, turn: Turn) -> dict[str, Tensor]:
+    """The means of several thin matrices, by one message."""
+    mean, _ = form.mean(torch.cat([t.flatten() for t in thin.values()]), wire, turn)
+    parts = mean.split([t.numel() for t in thin.values()])
+    return {n: p.view_as(t) for (n, t), p in zip(thin.items(), parts, strict=True)}

@@ -1,0 +1,56 @@
+"""Numbers as small integers with a scale for each block of them.
+
+Rounding is to the nearest: with error feedback what is lost is sent later, so that no dither is
+needed, and the same numbers always make the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.compress.packing import pack_signs, unpack_signs
+
+BLOCK = 1024
+_LEVELS = 127.0
+
+
+def blocks_of(size: int) -> int:
+    """How many blocks, each with a scale of its own, ``size`` numbers make."""
+    return -(-size // BLOCK)
+
+
+def to_int8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """``values`` (flat) as int8, and a float32 scale for every block."""
+    padded = _padded(values).view(-1, BLOCK)
+    scales = padded.abs().amax(1).to(torch.float32) / _LEVELS
+    steps = torch.where(scales > 0, scales, 1.0).unsqueeze(1)
+    codes = (padded / steps.to(padded.dtype)).round_().to(torch.int8)
+    return codes.view(-1)[: values.numel()], scales
+
+
+def from_int8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that :func:`to_int8` gave, as near as it kept them."""
+    padded = _padded(codes).view(-1, BLOCK).to(dtype)
+    return padded.mul_(scales.to(dtype).unsqueeze(1)).view(-1)[: codes.numel()]
+
+
+def to_signs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The packed signs of ``values`` (flat), and the mean size of each block as float32."""
+    padded = _padded(values).view(-1, BLOCK)
+    scales = padded.abs().sum(1).to(torch.float32)
+    counts = torch.full_like(scales, BLOCK)
+    if (rest := values.numel() % BLOCK) != 0:
+        counts[-1] = rest
+    return pack_signs(values), scales / counts
+
+
+def from_signs(packed: Tensor, scales: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Each sign times the mean size of its block."""
+    signs = _padded(unpack_signs(packed, count, dtype)).view(-1, BLOCK)
+    return signs.mul_(scales.to(dtype).unsqueeze(1)).view(-1)[:count]
+
+
+def _padded(values: Tensor) -> Tensor:
+    missing = -values.numel() % BLOCK
+    return torch.cat([values, values.new_zeros(missing)]) if missing else values

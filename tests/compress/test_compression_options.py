@@ -1,0 +1,83 @@
+"""What can be asked of the wire, and what is said to the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.compress import Compression, Form
+from paceline.errors import TrainingError
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ("none", Form("none")),
+        ("INT8", Form("int8")),
+        ("topk:0.01", Form("topk", 0.01)),
+        ("topk:1e-3", Form("topk", 0.001)),
+        ("randomk:0.1+bf16", Form("randomk", 0.1, "bf16")),
+        ("powersgd:4+fp16", Form("powersgd", 4, "fp16")),
+    ],
+)
+def test_formats_are_read_and_written(text: str, form: Form) -> None:
+    assert Form.parse(text) == form
+    assert Form.parse(str(form)) == form
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is not a format such as"),
+        ("zip", "there is no format 'zip'"),
+        ("topk", "needs its ratio, as in topk:0.01"),
+        ("topk:0", "above 0 and at most 1"),
+        ("topk:1.5", "above 0 and at most 1"),
+        ("powersgd", "needs its rank, as in powersgd:4"),
+        ("powersgd:2.5", "whole number"),
+        ("powersgd:0", "whole number"),
+        ("fp16:2", "takes no number"),
+        ("int8+fp16", "only topk, randomk, powersgd"),
+        ("topk:0.1+int8", "after + comes fp16 or bf16"),
+        (3, "is not a format"),
+    ],
+)
+def test_others_are_refused_in_words(text, words: str) -> None:
+    with pytest.raises(TrainingError, match="compress") as caught:
+        Form.parse(text)
+    assert words in str(caught.value)
+
+
+def test_small_tensors_and_vectors_travel_as_they_are() -> None:
+    compression = Compression("topk:0.01", smallest=1000)
+    assert compression.form_of("norm.weight", (4096,)) == Form("none")
+    assert compression.form_of("small.weight", (10, 99)) == Form("none")
+    assert compression.form_of("linear.weight", (10, 100)) == Form("topk", 0.01)
+
+
+def test_rules_name_exceptions_and_the_first_one_counts() -> None:
+    compression = Compression(
+        "powersgd:2", rules={"embedding.*": "none", "*.bias": "fp16", "*": "int8"}
+    )
+    assert compression.form_of("embedding.weight", (1000, 64)) == Form("none")
+    assert compression.form_of("blocks.0.bias", (64,)) == Form("fp16")
+    assert compression.form_of("blocks.0.weight", (64, 64)) == Form("int8")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"warmup_steps": -1},
+        {"warmup_steps": True},
+        {"smallest": 1.5},
+        {"rules": {"*": "zip"}},
+    ],
+)
+def test_bad_settings_are_refused(arguments) -> None:
+    with pytest.raises(TrainingError, match="compress"):
+        Compression("fp16", **arguments)
+
+
+def test_a_name_alone_will_do() -> None:
+    assert Compression.of("int8") == Compression("int8")
+    with pytest.raises(TrainingError, match=r"paceline\.Compression"):
+        Compression.of(8)  # type: ignore[arg-type]
