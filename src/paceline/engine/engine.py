@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.engine import nonfinite, peers
-from paceline.engine.batch import move, placeholder, split, split_into
+from paceline.engine.batch import move, placeholder
 from paceline.engine.checks import (
-    check_depends_on_parameters,
     check_loss_parameters,
     check_model_and_options,
     check_optimizer,
@@ -36,6 +35,7 @@ from paceline.engine.options import (
     ways_of,
 )
 from paceline.engine.parts import Parts
+from paceline.engine.passes import Evaluated, Passes, Sums
 from paceline.engine.precision import Precision
 from paceline.engine.repoint import Groups
 from paceline.engine.result import Numbers, StepResult
@@ -150,6 +150,7 @@ class Engine:
         self.parts = Parts(self)
         # Set by a resume that has to wait for the first batch, which spreads the model.
         self.after_spreading: Callable[[], None] | None = None
+        self._passes = Passes(self)
         self._meter = MemoryMeter(model, optimizer, self.device)
         self._spread: Spread | None = None
         if not needs_sample(self.layout, self._ways):
@@ -209,7 +210,7 @@ class Engine:
 
     def _sample(self, batch: Any) -> Any:
         """A microbatch like those to come, where the model's parameters are."""
-        part = self._cut(batch)[0] if self._local.samples(batch) else placeholder(batch)
+        part = self._passes.cut(batch)[0] if self._local.samples(batch) else placeholder(batch)
         # Placing by a device map starts from where the model is, and meta models run nowhere.
         first = next(self.model.parameters()).device
         device = first if self._is_mapped else torch.device("cpu") if self._on_meta else self.device
@@ -237,10 +238,10 @@ class Engine:
             parameter.grad = None  # what a step that failed, or another backward, left there
         self._sync_buffers()
         saved_buffers = self._copy_buffers() if self.options["nonfinite"] == "skip" else {}
-        parts = self._parts(batch)
+        parts = self._passes.parts(batch)
         lr = self._set_lr()
         try:
-            sums = self._accumulate(parts, self._local.samples(batch))
+            sums = self._passes.accumulate(parts, self._local.samples(batch))
         except BaseException:
             self.spread.reset()
             raise
@@ -304,137 +305,7 @@ class Engine:
             with self._pulse.during("waiting"):
                 sync_buffers(self.model, group)
 
-    def _cut(self, batch: Any) -> list[Any]:
-        """The share's microbatches; a pipeline wants a certain number of them at least."""
-        cut = split(batch, self.options["microbatch"])
-        if self.layout.pp == 1:
-            return cut
-        wanted = self._ways.pipeline.microbatches_for(self.layout.pp, len(cut))
-        samples = self._local.samples(batch)
-        return split_into(batch, min(wanted, samples)) if samples else cut
-
-    def _parts(self, batch: Any) -> list[tuple[Any, int]]:
-        """The share's microbatches, on the device, each with the items its loss averages over."""
-        return self._filled(batch, together=self._has_sync_norm or self.spread.lockstep)
-
-    def _filled(self, batch: Any, *, together: bool) -> list[tuple[Any, int]]:
-        """The microbatches; filled up without items to those that other ranks run ``together``."""
-        samples = self._local.samples(batch)
-        cut = self._cut(batch)
-        items = [self._local.items(part) if samples else 0 for part in cut]
-        wanted = len(cut)
-        if together and self.layout.dp > 1:
-            most = torch.tensor(wanted)
-            with self._pulse.during("waiting"):
-                dist.all_reduce(most, dist.ReduceOp.MAX, group=self.world.everyone.cpu_group)
-            wanted = int(most)
-        if self.layout.pp > 1:
-            wanted = self._ways.pipeline.microbatches_for(self.layout.pp, wanted)
-        missing = wanted - len(cut)
-        cut, items = cut + cut[:1] * missing, items + [0] * missing
-        dtype = self._precision.batch_dtype
-        return [(move(part, self.device, dtype), n) for part, n in zip(cut, items, strict=True)]
-
-    def _accumulate(self, parts: list[tuple[Any, int]], samples: int) -> _Sums:
-        """Forward and backward over all microbatches; gradients end up averaged over the ranks.
-
-        The gradient of the mean needs the count of the whole global batch, which a loss that
-        counts tokens tells only after the last forward. So each part is divided by the global
-        count of the first microbatches, which keeps it in range for fp16, and
-        :meth:`_finish_gradients` multiplies by what is missing: one, where nothing accumulates.
-        """
-        if self.spread.pipeline is not None:
-            return self._run_pipeline(parts, samples)
-        local = torch.zeros(3, dtype=torch.float64, device=self.device)
-        local[2].fill_(samples)  # plain assignment would make the host wait for a GPU
-        divisor = local[1]
-        world, work = local, None
-        for index, (part, items) in enumerate(parts):
-            last = index == len(parts) - 1
-            with self._reducing(last, counts=items > 0):
-                self._pulse.enter("forward")
-                term = self._forward(part, items)
-                check_depends_on_parameters(term.total)
-                local[0] += term.total.detach().to(self.device)
-                local[1] += _on(term.count, self.device)
-                if index == 0:
-                    divisor = self._counted(local)[1].clone()
-                    if self.world.size > 1:
-                        with self._pulse.during("waiting"):
-                            dist.all_reduce(divisor)
-                    divisor.masked_fill_(divisor == 0, 1)  # nothing but padding so far
-                if last and self.world.size > 1:
-                    world = self._counted(local).clone()
-                    work = dist.all_reduce(world, async_op=True)  # hidden behind the backward
-                loss = term.total * (self.layout.dp / divisor).to(term.total)
-                self._pulse.enter("backward")
-                self._backward(loss, work)
-        if work is not None:
-            self._pulse.enter("waiting")
-            work.wait()
-        return _Sums(local=local, world=world, divisor=divisor)
-
-    def _counted(self, local: Tensor) -> Tensor:
-        """This rank's sums, or zeros where another rank speaks for the same samples."""
-        return local if self.spread.counts else torch.zeros_like(local)
-
-    def _run_pipeline(self, parts: list[tuple[Any, int]], samples: int) -> _Sums:
-        """All microbatches through the pipeline's schedule.
-
-        Every stage needs the divisor before the first loss is known: here it is the items that the
-        batch tells of, and what the loss counts beside them is made up for afterwards.
-        """
-        pipeline = self.spread.pipeline
-        assert pipeline is not None
-        local = torch.zeros(3, dtype=torch.float64, device=self.device)
-        divisor = local[1].clone()
-        if self.spread.counts:
-            local[2].fill_(samples)
-            divisor.fill_(sum(items for _, items in parts))
-        self._pulse.enter("waiting")
-        dist.all_reduce(divisor)
-        divisor.clamp_(min=1)
-        scale = self.layout.dp / divisor
-        scaler = self._precision.scaler
-        terms = pipeline.step(parts, scale if scaler is None else scaler.scale(scale))
-        for term in terms:
-            if term is not None:
-                local[0] += term.total
-                local[1] += term.count
-        world = self._counted(local).clone()
-        dist.all_reduce(world)
-        return _Sums(local=local, world=world, divisor=divisor)
-
-    def _backward(self, loss: Tensor, work: dist.Work | None) -> None:
-        scaler = self._precision.scaler
-        ends_here = work is not None and self.spread.is_plain  # DDP waits at the end of it
-        own: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.clock is not None and ends_here:
-            own = self.clock.own_gradients(self._parameters)
-        try:
-            with own:
-                (loss if scaler is None else scaler.scale(loss)).backward()
-        except BaseException:
-            # A process group must not be destroyed around a collective that is under way: Gloo's
-            # thread may wait for the interpreter lock while its destructor waits for the thread.
-            if work is not None:
-                with contextlib.suppress(RuntimeError):
-                    work.wait()
-            raise
-
-    def _reducing(self, last: bool, counts: bool) -> contextlib.AbstractContextManager[Any]:
-        """Only the last backward of a step communicates, where the layout allows it."""
-        return self.spread.reducing(last, counts)
-
-    def _forward(self, part: Any, items: int) -> Term:
-        if items or not (self._has_sync_norm or self.spread.lockstep):
-            return self.spread(part, items)
-        # The other ranks wait for this rank: show them a sample that does not count.
-        with sync_batchnorm.not_counting(self.model):
-            term = self.spread(placeholder(part), 1)
-        return Term(term.total * 0, 0, None)
-
-    def _finish_gradients(self, sums: _Sums) -> Tensor | None:
+    def _finish_gradients(self, sums: Sums) -> Tensor | None:
         """Turn the accumulated gradients into the gradient of the mean, clip it, give its norm."""
         with contextlib.nullcontext() if self.spread.is_plain else self._pulse.during("waiting"):
             self.spread.finish_gradients()
@@ -489,7 +360,7 @@ class Engine:
         raise problem.error(unread.step, updated=True)
 
     def _problem(
-        self, numbers: Numbers, sums: _Sums, parts: list[tuple[Any, int]]
+        self, numbers: Numbers, sums: Sums, parts: list[tuple[Any, int]]
     ) -> Problem | None:
         """What is not finite in this step, if anything; raises where the policy is to stop."""
         if numbers.finite:
@@ -559,34 +430,7 @@ class Engine:
         self._pulse.beat()
         if self._spread is None:
             self._spread_out(batch)
-        parts = self._filled(batch, together=self.spread.lockstep)
-        if self.spread.pipeline is not None:
-            terms = self.spread.pipeline.evaluate(parts)
-        else:
-            terms = [self._evaluate_part(part, items) for part, items in parts]
-        if not self.spread.counts:
-            return []
-        has_samples = self._local.samples(batch) > 0
-        results = []
-        for part, (on_device, items), term in zip(self._cut(batch), parts, terms, strict=False):
-            if not has_samples:
-                break
-            assert term is not None
-            # Nothing but padding: metrics want the output, the loss is 0/0.
-            kept = term if items else Term(torch.zeros(()), 0, term.output)
-            results.append(Evaluated(on_device, self._local.samples(part), kept))
-        return results
-
-    def _evaluate_part(self, part: Any, items: int) -> Term | None:
-        if not self._local.samples(part):
-            if not self.spread.lockstep:
-                return None
-            part = placeholder(part)
-        if self.spread.lockstep:  # through the module that gathers parameters
-            return self.spread.plain(self.spread(part, items or 1))
-        with self.spread.context():
-            term: Term = self._local(part, items or 1)
-        return self.spread.plain(term)
+        return self._passes.evaluate(batch)
 
     def measuring_memory(self) -> contextlib.AbstractContextManager[None]:
         """Measure the steps inside it for :meth:`memory`; on a CPU such a step is a slow one."""
@@ -629,29 +473,9 @@ class Engine:
         self._state.load(state)
 
 
-def _on(value: Tensor | int, device: torch.device) -> Tensor | int:
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-class _Sums(NamedTuple):
-    """Loss sum, item count and sample count of a step: this rank's, and the world's."""
-
-    local: Tensor
-    world: Tensor
-    divisor: Tensor  # what each part of the loss was divided by
-
-
 class _Unread(NamedTuple):
     """The verdict on a step that nobody has looked at yet."""
 
     step: int
     numbers: Numbers
-    sums: _Sums
-
-
-class Evaluated(NamedTuple):
-    """One evaluation microbatch: the batch on its device, its size, its loss and model output."""
-
-    batch: Any
-    samples: int
-    term: Term
+    sums: Sums

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from paceline.engine import Engine
 from paceline.engine import engine as engine_module
 from paceline.engine.batch import batch_size
+from paceline.engine.passes import Passes
 from paceline.parallel import spread as spread_module
 from paceline.parallel.whole import cuts, local
 from paceline.prove.rehearsal import tied
@@ -38,11 +39,11 @@ def missing_all_reduce() -> Iterator[None]:
     """No gradient leaves its data-parallel rank."""
 
     def make(original: Any) -> Any:
-        return lambda engine, last, **more: original(engine, False, **more)
+        return lambda passes, last, **more: original(passes, False, **more)
 
     # DDP averages in the last backward; where it has no part, it is done after it.
     with (
-        wrapped(Engine, "_reducing", make),
+        wrapped(Passes, "_reducing", make),
         swapped(spread_module, "average_gradients", lambda parameters, group: None),
     ):
         yield
@@ -140,10 +141,10 @@ def skipped_microbatch() -> Patching:
     """The last microbatch with samples adds nothing."""
 
     def make(original: Any) -> Any:
-        def changed(engine: Engine, batch: Any) -> Any:
-            parts = original(engine, batch)
+        def changed(passes: Passes, batch: Any) -> Any:
+            parts = original(passes, batch)
             full = [index for index, (_, items) in enumerate(parts) if items]
-            if engine.layout.pp == 1:
+            if passes.engine.layout.pp == 1:
                 return parts[:-1] if len(parts) > 1 else parts
             if len(full) > 1:  # a schedule needs its number of microbatches: this one is empty
                 part, _ = parts[full[-1]]
@@ -152,7 +153,7 @@ def skipped_microbatch() -> Patching:
 
         return changed
 
-    return wrapped(Engine, "_parts", make)
+    return wrapped(Passes, "parts", make)
 
 
 @contextlib.contextmanager
