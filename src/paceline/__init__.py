@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.trainer import Trainer as Trainer
     from paceline.trainer import WholeSet as WholeSet
     from paceline.trainer import load_weights as load_weights
+    from paceline.wire import Compression as Compression
     from paceline.world import World as World
     from paceline.world import collectives as collectives
 
@@ -40,6 +41,7 @@ _HOME = {
     "Callback": "paceline.trainer",
     "Checkpointing": "paceline.trainer",
     "Checkpoints": "paceline.trainer",
+    "Compression": "paceline.wire",
     "DataOptions": "paceline.trainer",
     "EarlyStopping": "paceline.trainer",
     "Engine": "paceline.engine",

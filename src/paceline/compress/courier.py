@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class _Errand(NamedTuple):
+    run: Callable[[], Tensor]
+    future: torch.futures.Future[Tensor]
+    stream: torch.cuda.Stream | None
 
 
 class Courier:
@@ -15,22 +23,26 @@ class Courier:
 
     Every rank gives the same errands in the same order, so that the collectives in them match.
     Collectives begun in callbacks of earlier ones would not: those run in whatever order messages
-    arrive.
+    arrive. For the same reason its errands need a process group that no other thread uses.
     """
 
     def __init__(self) -> None:
-        self._errands: queue.SimpleQueue[
-            tuple[Callable[[], Tensor], torch.futures.Future[Tensor]] | None
-        ] = queue.SimpleQueue()
+        self._errands: queue.SimpleQueue[_Errand | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def send(self, errand: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
-        """Have ``errand`` done; what it returns, or raises, comes as the future's."""
+    def send(
+        self, errand: Callable[[], Tensor], stream: torch.cuda.Stream | None = None
+    ) -> torch.futures.Future[Tensor]:
+        """Have ``errand`` done; what it returns, or raises, comes as the future's.
+
+        ``stream`` is where it leaves its result on a GPU.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="paceline-courier", daemon=True)
             self._thread.start()
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._errands.put((errand, future))
+        devices: list[int | str | torch.device] = [] if stream is None else [stream.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        self._errands.put(_Errand(errand, future, stream))
         return future
 
     def close(self) -> None:
@@ -41,9 +53,14 @@ class Courier:
             self._thread = None
 
     def _work(self) -> None:
-        while (given := self._errands.get()) is not None:
-            errand, future = given
-            try:
-                future.set_result(errand())
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+        while (errand := self._errands.get()) is not None:
+            on = contextlib.nullcontext() if errand.stream is None else _on(errand.stream)
+            with on:
+                try:
+                    errand.future.set_result(errand.run())
+                except Exception as error:
+                    errand.future.set_exception(error)  # type: ignore[arg-type]  # torch's stub
+
+
+def _on(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.stream(stream)

@@ -7,38 +7,80 @@ bucket is exchanged by straight code that waits for its messages. On a CPU that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.compress.formats import HALF, Cast, Drawn, Format, Largest, Plain, Turn
 from paceline.compress.options import Compression, Form
 from paceline.compress.powersgd import PowerSGD
-from paceline.compress.quantised import Quantised, int8, signs
+from paceline.compress.quantised import int8, signs, stretch
 from paceline.compress.wire import Wire
 
 _NO_FORM = Form("none")
+_FORMS_PER_BUCKET = 64
+
+
+class Kept(NamedTuple):
+    """What rounding sums lost on this rank, in one bucket: a stretch of its gradients in a row."""
+
+    sizes: Mapping[str, int]
+    """The bucket's parameters and how many elements each has, in their order there."""
+    start: int
+    values: Tensor
+
+    def parts(self) -> Iterator[tuple[str, int, Tensor]]:
+        """The stretch by parameter: its name, the first element, and the values from there on."""
+        at = 0
+        for name, size in self.sizes.items():
+            first, last = max(self.start, at), min(self.start + len(self.values), at + size)
+            if first < last:
+                yield name, first - at, self.values[first - self.start : last - self.start]
+            at += size
+
+
+@dataclass
+class Memory:
+    """What one rank's next step needs of the steps before; part of a checkpoint.
+
+    In units of the gradient of the mean loss, whatever a scaler multiplies it with on the way.
+    """
+
+    residuals: dict[str, Tensor] = field(default_factory=dict)
+    """What this rank has not sent yet, by parameter."""
+    right: dict[str, Tensor] = field(default_factory=dict)
+    """Where PowerSGD goes on, by parameter; equal on all ranks."""
+    kept: dict[int, Kept] = field(default_factory=dict)
+    """What rounding sums lost here, by slot."""
 
 
 class Exchange:
-    """Averages gradients over a group.
+    """Averages gradients over a wire.
 
-    ``names`` are those of the parameters in the whole model, by identity. ``residuals`` is what
-    this rank has not sent yet, by name; it is part of a checkpoint.
+    ``names`` are those of the parameters in the whole model, by identity. ``whole`` says that each
+    rank of the wire holds whole parameters, not tensor-parallel parts of them.
     """
 
     def __init__(
-        self, options: Compression, names: Mapping[int, str], group: dist.ProcessGroup
+        self, options: Compression, names: Mapping[int, str], wire: Wire, *, whole: bool = True
     ) -> None:
         self.options = options
-        self.wire = Wire(group)
+        self.wire = wire
+        self.memory = Memory()
+        self.loaded_kept: dict[str, Tensor] = {}
+        """What rounding sums lost, by parameter, from a checkpoint: each bucket takes its part."""
         self.step = 0
-        self.residuals: dict[str, Tensor] = {}
+        """How many steps were done before this one: set by the engine."""
+        self.unit = 1.0
+        """What the gradients given here are to be divided by to be those of the mean loss."""
         self._names = names
+        self._whole = whole
         self._formats: dict[Form, Format | PowerSGD] = {}
-        self._pending: dict[str, Tensor] = {}
+        self._next = Memory()
+        self._all_sent: set[str] = set()
 
     @property
     def warming_up(self) -> bool:
@@ -50,86 +92,142 @@ class Exchange:
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], slot: int
     ) -> None:
         """Replace ``gradients`` by the means over all ranks of what they sent. A collective."""
-        for number, (form, chosen) in enumerate(self._by_form(parameters, gradients)):
-            # A slot for each form of each bucket: what a format remembers belongs to one of them.
-            turn = Turn(self.step, slot * 64 + number)
-            codec = self._format(form)
+        named = {self._names[id(p)]: g for p, g in zip(parameters, gradients, strict=True)}
+        for number, (form, chosen) in enumerate(self.by_form(named)):
+            # A slot for each form of each bucket: what is kept of sums belongs to one of them.
+            turn = Turn(self.step, slot * _FORMS_PER_BUCKET + number)
+            codec = self.format_of(form)
             if isinstance(codec, PowerSGD):
                 self._factor(codec, chosen, turn)
             else:
                 self._send(codec, chosen, turn)
 
-    def settle(self, *, applied: bool) -> None:
-        """The step is over. What was sent counts as sent only if the step was ``applied``."""
+    def settle(self, *, applied: bool, unused: Iterable[str] = ()) -> None:
+        """The step is over. What was sent counts as sent only if the step was ``applied``.
+
+        ``unused`` are parameters that no rank has used, which therefore were left alone.
+        """
         if applied:
-            self.residuals |= self._pending
-        self._pending = {}
-        self.step += 1
+            skipped = set(unused)
+            for name in self._all_sent - skipped:
+                self.memory.residuals.pop(name, None)
+            left = self._next.residuals
+            self.memory.residuals |= {n: r for n, r in left.items() if n not in skipped}
+            self.memory.right |= self._next.right
+            self.memory.kept |= self._next.kept
+            self.loaded_kept.clear()
+        self._next = Memory()
+        self._all_sent.clear()
 
-    def _by_form(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
-    ) -> Iterator[tuple[Form, dict[str, Tensor]]]:
+    def fold_kept(self) -> None:
+        """Have this rank send again what rounding sums lost here: buckets will be others now."""
+        for kept in self.memory.kept.values():
+            for name, first, values in kept.parts():
+                residual = self.memory.residuals.get(name)
+                if residual is not None:  # which goes into the mean with a share of one rank
+                    residual.view(-1)[first : first + len(values)] += values * self.wire.size
+        self.memory.kept.clear()
+
+    def by_form(self, gradients: Mapping[str, Tensor]) -> list[tuple[Form, dict[str, Tensor]]]:
+        """The gradients by the form that each travels in."""
         groups: dict[Form, dict[str, Tensor]] = {}
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            name = self._names[id(parameter)]
-            shape = tuple(gradient.shape)
-            form = _NO_FORM if self.warming_up else self.options.form_of(name, shape)
-            codec = self._format(form)
-            if isinstance(codec, PowerSGD) and not codec.pays_for(shape):
-                form = _NO_FORM
-            groups.setdefault(form, {})[name] = gradient
-        yield from groups.items()
+        for name, gradient in gradients.items():
+            groups.setdefault(self._form_of(name, tuple(gradient.shape)), {})[name] = gradient
+        return list(groups.items())
 
-    def _format(self, form: Form) -> Format | PowerSGD:
+    def _form_of(self, name: str, shape: tuple[int, ...]) -> Form:
+        if self.warming_up or self.wire.size == 1:
+            return _NO_FORM
+        form = self.options.form_of(name, shape)
+        codec = self.format_of(form)
+        return _NO_FORM if isinstance(codec, PowerSGD) and not codec.pays_for(shape) else form
+
+    def format_of(self, form: Form) -> Format | PowerSGD:
+        """What sends gradients in ``form``."""
         if form not in self._formats:
-            self._formats[form] = make_format(form, self.options.seed)
+            self._formats[form] = make_format(form, self.options.seed, in_stretches=self._whole)
         return self._formats[form]
 
-    def _feeds_back(self, codec: Format | PowerSGD) -> bool:
+    def feeds_back(self, codec: Format | PowerSGD) -> bool:
+        """Whether what ``codec`` does not send is to be sent later."""
         wanted = self.options.error_feedback
         if isinstance(codec, Plain):
             return False
         return codec.feedback if wanted is None else wanted
 
     def _send(self, codec: Format, gradients: dict[str, Tensor], turn: Turn) -> None:
-        feeds_back = self._feeds_back(codec)
-        values = torch.cat([self._due(n, g, feeds_back).flatten() for n, g in gradients.items()])
-        mean, sent = codec.mean(values, self.wire, turn)
-        sizes = [gradient.numel() for gradient in gradients.values()]
-        left = (values - sent).split(sizes) if feeds_back else [None] * len(sizes)
-        for (name, gradient), part, rest in zip(
-            gradients.items(), mean.split(sizes), left, strict=True
-        ):
-            gradient.copy_(part.view_as(gradient))
-            if rest is not None:
-                self._pending[name] = rest.view_as(gradient).clone()
+        sizes = {name: gradient.numel() for name, gradient in gradients.items()}
+        values = torch.cat([self.due(n, g).flatten() for n, g in gradients.items()])
+        sent = codec.mean(values, self.wire, turn, self._kept(turn.slot, sizes, values))
+        feeds_back = self.feeds_back(codec)
+        if sent.kept is not None and feeds_back:
+            start = self.wire.rank * len(sent.kept)
+            self._next.kept[turn.slot] = Kept(sizes, start, self._in_units(sent.kept))
+        left = (values - sent.own).split(list(sizes.values())) if feeds_back else None
+        means = sent.mean.split(list(sizes.values()))
+        for index, (name, gradient) in enumerate(gradients.items()):
+            gradient.copy_(means[index].view_as(gradient))
+            self.leave(name, None if left is None else left[index].view_as(gradient))
 
     def _factor(self, codec: PowerSGD, gradients: dict[str, Tensor], turn: Turn) -> None:
-        feeds_back = self._feeds_back(codec)
-        values = {n: self._due(n, g, feeds_back) for n, g in gradients.items()}
-        for name, mean in codec.means(values, self.wire, turn).items():
-            if feeds_back:
-                self._pending[name] = values[name] - mean
+        values = {n: self.due(n, g) for n, g in gradients.items()}
+        found = codec.means(values, self.memory.right | self._next.right, self.wire, turn)
+        self._next.right |= found.right
+        for name, mean in found.means.items():
             gradients[name].copy_(mean)
+            self.leave(name, values[name] - mean if self.feeds_back(codec) else None)
 
-    def _due(self, name: str, gradient: Tensor, feeds_back: bool) -> Tensor:
-        """The gradient, and what earlier steps left behind of it."""
-        residual = self.residuals.get(name) if feeds_back else None
-        return gradient.clone() if residual is None else gradient + residual.to(gradient)
+    def due(self, name: str, gradient: Tensor) -> Tensor:
+        """The gradient, and what earlier steps left behind of it, whatever form it is sent in."""
+        residual = self._next.residuals.get(name)
+        if residual is None and name not in self._all_sent:
+            residual = self.memory.residuals.get(name)
+        if residual is None:
+            return gradient.clone()
+        residual = residual.to(gradient)
+        return gradient + residual if self.unit == 1 else gradient + residual * self.unit
+
+    def leave(self, name: str, rest: Tensor | None) -> None:
+        """Note what this step has not sent of a gradient; ``None``: everything was."""
+        if rest is None:
+            self._next.residuals.pop(name, None)
+            self._all_sent.add(name)
+        else:
+            self._next.residuals[name] = self._in_units(rest.clone())
+
+    def _in_units(self, values: Tensor) -> Tensor:
+        return values if self.unit == 1 else values / self.unit
+
+    def _kept(self, slot: int, sizes: Mapping[str, int], values: Tensor) -> Tensor | None:
+        """What rounding the last sum of this bucket lost here."""
+        kept = self._next.kept.get(slot) or self.memory.kept.get(slot)
+        if kept is not None and list(kept.sizes.items()) == list(sizes.items()):
+            return kept.values.to(values) * self.unit
+        if not any(name in self.loaded_kept for name in sizes):
+            return None
+        length = stretch(values.numel(), self.wire.size)
+        row = values.new_zeros(length * self.wire.size)
+        at = 0
+        for name, size in sizes.items():
+            if (loaded := self.loaded_kept.get(name)) is not None:
+                row[at : at + size] = loaded.to(values)
+            at += size
+        return row.chunk(self.wire.size)[self.wire.rank].clone().mul_(self.unit)
 
 
-def make_format(form: Form, seed: int) -> Format | PowerSGD:
+def make_format(form: Form, seed: int, *, in_stretches: bool = True) -> Format | PowerSGD:
     """What sends gradients in a form."""
     then = None if form.then is None else HALF[form.then]
     if form.name in HALF:
         return Cast(HALF[form.name])
-    if form.name == "none":
-        return Plain()
     if form.name == "topk":
         return Largest(form.number or 0.0, then)
     if form.name == "randomk":
         return Drawn(form.number or 0.0, seed, then)
     if form.name == "powersgd":
         return PowerSGD(int(form.number or 1), seed, then)
-    made: Quantised = int8() if form.name == "int8" else signs()
-    return made
+    if form.name == "int8":
+        return int8(in_stretches=in_stretches)
+    if form.name == "sign":
+        return signs(in_stretches=in_stretches)
+    return Plain()

@@ -1,14 +1,16 @@
 """The forms in which a gradient can travel, each a mean over the ranks of what they sent.
 
-A format is given a flat gradient and gives two back: the mean over all ranks of what was sent,
-equal to the bit on all of them, and what this rank itself sent. The difference between that and
-the gradient is what error feedback sends later.
+A format is given a flat gradient and tells three things: the mean over all ranks of what was sent,
+equal to the bit on all of them; what this rank itself sent, whose difference to the gradient is
+what error feedback sends later; and, where sums are rounded on their way, what that lost here.
+
+Formats remember nothing: what a later step needs is handed back, and given again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,15 +23,24 @@ from paceline.compress.packing import (
 )
 from paceline.compress.wire import Wire
 
+_MIX = 1_000_003
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """When and where an exchange takes place: what seeded formats draw from."""
 
     step: int
     slot: int
+
+
+class Sent(NamedTuple):
+    """What came of an exchange."""
+
+    mean: Tensor
+    own: Tensor
+    kept: Tensor | None = None
+    """What rounding a sum lost on this rank, which is to be added to the next such sum."""
 
 
 class Format(Protocol):
@@ -39,8 +50,14 @@ class Format(Protocol):
     def feedback(self) -> bool:
         """Whether what is left behind has to be sent later for training to converge."""
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn) -> tuple[Tensor, Tensor]:
-        """The mean of what all ranks sent of their ``values``, and what this one sent."""
+    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
+        """The mean over the ranks of ``values``, in this form. A collective."""
+
+    def pack(self, values: Tensor, turn: Turn) -> Tensor:
+        """``values`` as bytes; as many for as many values on every rank."""
+
+    def unpack(self, packed: Tensor, count: int, dtype: torch.dtype, turn: Turn) -> Tensor:
+        """What :meth:`pack` made of ``count`` values, as numbers again."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +66,17 @@ class Plain:
 
     feedback = False
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn) -> tuple[Tensor, Tensor]:
+    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
         """Everything was sent."""
-        return wire.sum(values.clone()).div_(wire.size), values
+        return Sent(wire.sum(values.clone()).div_(wire.size), values)
+
+    def pack(self, values: Tensor, turn: Turn) -> Tensor:
+        """Their own bytes."""
+        return as_bytes(values)
+
+    def unpack(self, packed: Tensor, count: int, dtype: torch.dtype, turn: Turn) -> Tensor:
+        """Their own bytes."""
+        return from_bytes(packed, dtype)
 
 
 @dataclass(frozen=True)
@@ -61,11 +86,19 @@ class Cast:
     dtype: torch.dtype
     feedback = False
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn) -> tuple[Tensor, Tensor]:
+    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
         """Divided before it is added up: a sum of large gradients may be too large for fp16."""
         sent = (values / wire.size).to(self.dtype)
         own = sent.to(values.dtype).mul_(wire.size)
-        return wire.sum(sent).to(values.dtype), own
+        return Sent(wire.sum(sent).to(values.dtype), own)
+
+    def pack(self, values: Tensor, turn: Turn) -> Tensor:
+        """Two bytes each."""
+        return as_bytes(values.to(self.dtype))
+
+    def unpack(self, packed: Tensor, count: int, dtype: torch.dtype, turn: Turn) -> Tensor:
+        """Back to ``dtype``."""
+        return from_bytes(packed, self.dtype).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -76,21 +109,35 @@ class Largest:
     dtype: torch.dtype | None = None
     feedback = True
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn) -> tuple[Tensor, Tensor]:
+    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
         """Positions and numbers in one message; every rank adds up all of them, in rank order."""
         size = values.numel()
-        count = sparse.how_many(size, self.ratio)
-        positions = sparse.largest(values, count)
-        chosen = values[positions].to(self.dtype or values.dtype)
-        head = packed_positions_size(count, size)
-        packed = torch.cat([pack_positions(positions, size), chosen.view(torch.uint8)])
         mean = torch.zeros_like(values)
-        for message in wire.gather(packed):
-            numbers = message[head:].clone().view(chosen.dtype).to(values.dtype)
-            mean.index_add_(0, unpack_positions(message[:head].clone(), count, size), numbers)
-        sent = torch.zeros_like(values)
-        sent[positions] = chosen.to(values.dtype)
-        return mean.div_(wire.size), sent
+        own = values
+        for rank, message in enumerate(wire.gather(self.pack(values, turn))):
+            positions, numbers = self._read(message, size, values.dtype)
+            mean.index_add_(0, positions, numbers)
+            if rank == wire.rank:
+                own = torch.zeros_like(values).index_copy_(0, positions, numbers)
+        return Sent(mean.div_(wire.size), own)
+
+    def pack(self, values: Tensor, turn: Turn) -> Tensor:
+        """First where they are."""
+        size = values.numel()
+        positions = sparse.largest(values, sparse.how_many(size, self.ratio))
+        chosen = values[positions].to(self.dtype or values.dtype)
+        return torch.cat([pack_positions(positions, size), as_bytes(chosen)])
+
+    def unpack(self, packed: Tensor, count: int, dtype: torch.dtype, turn: Turn) -> Tensor:
+        """Zeros where nothing was sent."""
+        positions, numbers = self._read(packed, count, dtype)
+        return numbers.new_zeros(count).index_copy_(0, positions, numbers)
+
+    def _read(self, packed: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        count = sparse.how_many(size, self.ratio)
+        head = packed_positions_size(count, size)
+        numbers = from_bytes(packed[head:], self.dtype or dtype).to(dtype)
+        return unpack_positions(packed[:head].clone(), count, size), numbers
 
 
 @dataclass(frozen=True)
@@ -102,13 +149,46 @@ class Drawn:
     dtype: torch.dtype | None = None
     feedback = True
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn) -> tuple[Tensor, Tensor]:
+    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
         """The same positions on every rank, others at every step."""
-        count = sparse.how_many(values.numel(), self.ratio)
-        seed = hash((self.seed, turn.step, turn.slot)) & (2**63 - 1)
-        positions = sparse.drawn(values.numel(), count, seed, values.device)
-        form: Format = Plain() if self.dtype is None else Cast(self.dtype)
-        some, own = form.mean(values[positions], wire, turn)
-        mean, sent = torch.zeros_like(values), torch.zeros_like(values)
-        mean[positions], sent[positions] = some, own
-        return mean, sent
+        positions = self._positions(values.numel(), turn, values.device)
+        sent = self._numbers.mean(self._chosen(values, positions), wire, turn)
+        mean, own = torch.zeros_like(values), torch.zeros_like(values)
+        mean[positions], own[positions] = sent.mean, sent.own
+        return Sent(mean, own)
+
+    def pack(self, values: Tensor, turn: Turn) -> Tensor:
+        """The numbers alone."""
+        positions = self._positions(values.numel(), turn, values.device)
+        return self._numbers.pack(self._chosen(values, positions), turn)
+
+    def unpack(self, packed: Tensor, count: int, dtype: torch.dtype, turn: Turn) -> Tensor:
+        """Zeros where nothing was drawn."""
+        positions = self._positions(count, turn, packed.device)
+        numbers = self._numbers.unpack(packed, len(positions), dtype, turn)
+        return numbers.new_zeros(count).index_copy_(0, positions, numbers)
+
+    @property
+    def _numbers(self) -> Plain | Cast:
+        return Plain() if self.dtype is None else Cast(self.dtype)
+
+    def _positions(self, size: int, turn: Turn, device: torch.device) -> Tensor:
+        seed = ((self.seed * _MIX + turn.step) * _MIX + turn.slot) % 2**63
+        return sparse.drawn(size, sparse.how_many(size, self.ratio), seed, device)
+
+    @staticmethod
+    def _chosen(values: Tensor, positions: Tensor) -> Tensor:
+        """Those drawn; one of them tells of a number elsewhere that is not finite."""
+        chosen = values[positions]
+        chosen[0] += values.abs().amax() * 0
+        return chosen
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """The memory of ``values`` (flat)."""
+    return values.contiguous().view(torch.uint8)
+
+
+def from_bytes(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers in ``packed``; copied, since bytes in the middle of others may lie anywhere."""
+    return packed.clone().view(dtype)

@@ -33,7 +33,8 @@ def unpack_signs(packed: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 def pack_positions(positions: Tensor, size: int) -> Tensor:
     """Ascending ``positions`` in ``range(size)`` as bytes: two each, and four for every block."""
     block = positions // POSITIONS_PER_BLOCK
-    counts = torch.bincount(block, minlength=blocks_of(size)).to(torch.int32)
+    counts = torch.zeros(blocks_of(size), dtype=torch.int32, device=block.device)
+    counts.index_add_(0, block, torch.ones_like(block, dtype=torch.int32))
     # uint16 has few operators: the low 16 bits, as the int16 with the same bytes.
     low = (positions % POSITIONS_PER_BLOCK).to(torch.int32)
     halves = torch.where(low > 32767, low - 65536, low).to(torch.int16)

@@ -6,8 +6,9 @@ once, so that there are two messages, not two for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +17,21 @@ from paceline.compress.formats import Cast, Format, Plain, Turn
 from paceline.compress.wire import Wire
 
 
-@dataclass
+class Factored(NamedTuple):
+    """What came of an exchange, by name: the means, and where the next step starts."""
+
+    means: dict[str, Tensor]
+    right: dict[str, Tensor]
+    """Equal on all ranks."""
+
+
+@dataclass(frozen=True)
 class PowerSGD:
     """Matrices of ``rank`` ``rank``; ``dtype`` is what the thin ones travel in."""
 
     rank: int
     seed: int = 0
     dtype: torch.dtype | None = None
-    right: dict[str, Tensor] = field(default_factory=dict)
-    """Where each matrix's next step starts, by name; equal on all ranks."""
     feedback = True
 
     def pays_for(self, shape: Sequence[int]) -> bool:
@@ -32,19 +39,25 @@ class PowerSGD:
         rows, columns = as_matrix(shape)
         return self.rank * (rows + columns) < rows * columns
 
-    def means(self, matrices: dict[str, Tensor], wire: Wire, turn: Turn) -> dict[str, Tensor]:
-        """The mean over the ranks of each matrix, as near as its rank allows, by name."""
+    def means(
+        self, matrices: Mapping[str, Tensor], right: Mapping[str, Tensor], wire: Wire, turn: Turn
+    ) -> Factored:
+        """The mean over the ranks of each matrix, as near as its rank allows, by name.
+
+        ``right`` is what the last step gave; a name that is not in it starts at random.
+        """
         form: Format = Plain() if self.dtype is None else Cast(self.dtype)
         flat = {name: m.reshape(as_matrix(m.shape)) for name, m in matrices.items()}
-        left = {name: m @ self._start(name, m) for name, m in flat.items()}
+        left = {name: m @ self._start(right.get(name), m) for name, m in flat.items()}
         left = {name: _orthogonal(p) for name, p in _together(left, form, wire, turn).items()}
-        right = {name: m.T @ left[name] for name, m in flat.items()}
-        self.right |= _together(right, form, wire, turn)
-        return {n: (left[n] @ self.right[n].T).reshape(matrices[n].shape) for n in matrices}
+        thin = {name: m.T @ left[name] for name, m in flat.items()}
+        found = _together(thin, form, wire, turn)
+        return Factored(
+            {n: (left[n] @ found[n].T).reshape(matrices[n].shape) for n in matrices}, found
+        )
 
-    def _start(self, name: str, matrix: Tensor) -> Tensor:
-        kept = self.right.get(name)
-        if kept is None or kept.shape[0] != matrix.shape[1]:
+    def _start(self, kept: Tensor | None, matrix: Tensor) -> Tensor:
+        if kept is None or kept.shape != (matrix.shape[1], self.rank):
             draw = torch.Generator().manual_seed(self.seed)
             kept = torch.randn(matrix.shape[1], self.rank, generator=draw, dtype=torch.float64)
         return _orthogonal(kept.to(matrix))
@@ -66,6 +79,6 @@ def _orthogonal(thin: Tensor) -> Tensor:
 
 def _together(thin: dict[str, Tensor], form: Format, wire: Wire, turn: Turn) -> dict[str, Tensor]:
     """The means of several thin matrices, by one message."""
-    mean, _ = form.mean(torch.cat([t.flatten() for t in thin.values()]), wire, turn)
-    parts = mean.split([t.numel() for t in thin.values()])
+    sent = form.mean(torch.cat([t.flatten() for t in thin.values()]), wire, turn)
+    parts = sent.mean.split([t.numel() for t in thin.values()])
     return {n: p.view_as(t) for (n, t), p in zip(thin.items(), parts, strict=True)}

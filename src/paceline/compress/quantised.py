@@ -8,60 +8,80 @@ loses stays with the rank that did it, and is part of its next sum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.compress import quantise
-from paceline.compress.formats import Turn
+from paceline.compress.formats import Sent, Turn
 from paceline.compress.wire import Wire
 
 Pack = Callable[[Tensor], Tensor]
 Unpack = Callable[[Tensor, int, torch.dtype], Tensor]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Quantised:
-    """Each block of numbers with a scale of its own; ``pack`` and ``unpack`` say in what form."""
+    """Each block of numbers with a scale of its own.
 
-    pack: Pack
-    unpack: Unpack
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    """What the rounding of sums lost, by slot: on the rank that rounded."""
+    ``in_stretches`` is off where what one rank keeps of a sum could not be saved for another
+    layout to load: then everything goes to everyone.
+    """
+
+    to_bytes: Pack
+    from_bytes: Unpack
+    in_stretches: bool = True
     feedback = True
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn) -> tuple[Tensor, Tensor]:
+    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
         """See the module."""
-        if wire.size == 2:
-            packed = self.pack(values)
-            parts = [self.unpack(m, values.numel(), values.dtype) for m in wire.gather(packed)]
-            return (parts[0] + parts[1]).div_(2), parts[wire.rank]
-        stretches = _stretches(values, wire.size)
-        length = stretches[0].numel()
-        packed_all = [self.pack(stretch) for stretch in stretches]
-        sent = torch.cat([self.unpack(p, length, values.dtype) for p in packed_all])
+        if wire.size == 2 or not self.in_stretches:
+            return self._from_everyone(values, wire)
+        count, dtype = values.numel(), values.dtype
+        length = stretch(count, wire.size)
+        stretches = _padded(values, length * wire.size).chunk(wire.size)
+        packed = [self.to_bytes(part) for part in stretches]
+        own = torch.cat([self.from_bytes(part, length, dtype) for part in packed])
         total = torch.zeros_like(stretches[0])
-        for message in wire.swap(packed_all):
-            total += self.unpack(message, length, values.dtype)
+        for message in wire.swap(packed):
+            total += self.from_bytes(message, length, dtype)
         total.div_(wire.size)
-        if (kept := self.kept.get(turn.slot)) is not None and kept.numel() == length:
+        if kept is not None:
             total += kept
-        packed = self.pack(total)
-        self.kept[turn.slot] = total - self.unpack(packed, length, values.dtype)
-        mean = torch.cat([self.unpack(m, length, values.dtype) for m in wire.gather(packed)])
-        return mean[: values.numel()], sent[: values.numel()]
+        rounded = self.to_bytes(total)
+        left = total - self.from_bytes(rounded, length, dtype)
+        mean = torch.cat([self.from_bytes(m, length, dtype) for m in wire.gather(rounded)])
+        return Sent(mean[:count], own[:count], left)
+
+    def _from_everyone(self, values: Tensor, wire: Wire) -> Sent:
+        messages = wire.gather(self.to_bytes(values))
+        parts = [self.from_bytes(m, values.numel(), values.dtype) for m in messages]
+        mean = torch.zeros_like(values)
+        for part in parts:
+            mean += part
+        return Sent(mean.div_(wire.size), parts[wire.rank])
+
+    def pack(self, values: Tensor, turn: Turn) -> Tensor:
+        """Scales, then integers."""
+        return self.to_bytes(values)
+
+    def unpack(self, packed: Tensor, count: int, dtype: torch.dtype, turn: Turn) -> Tensor:
+        """Integers times scales."""
+        return self.from_bytes(packed, count, dtype)
 
 
-def _stretches(values: Tensor, ranks: int) -> list[Tensor]:
-    """``values`` cut into equal parts of whole blocks, filled up with zeros."""
-    length = -(-quantise.blocks_of(values.numel()) // ranks) * quantise.BLOCK
-    missing = length * ranks - values.numel()
-    padded = torch.cat([values, values.new_zeros(missing)]) if missing else values
-    return list(padded.chunk(ranks))
+def stretch(count: int, ranks: int) -> int:
+    """How many of ``count`` elements each rank adds up: whole blocks, the last ones padding."""
+    return -(-quantise.blocks_of(count) // ranks) * quantise.BLOCK
 
 
-def int8() -> Quantised:
+def _padded(values: Tensor, length: int) -> Tensor:
+    missing = length - values.numel()
+    return torch.cat([values, values.new_zeros(missing)]) if missing else values
+
+
+def int8(*, in_stretches: bool = True) -> Quantised:
     """Eight bits an element."""
 
     def pack(values: Tensor) -> Tensor:
@@ -73,10 +93,10 @@ def int8() -> Quantised:
         scales = packed[:head].clone().view(torch.float32)
         return quantise.from_int8(packed[head:].view(torch.int8), scales, dtype)
 
-    return Quantised(pack, unpack)
+    return Quantised(pack, unpack, in_stretches)
 
 
-def signs() -> Quantised:
+def signs(*, in_stretches: bool = True) -> Quantised:
     """One bit an element."""
 
     def pack(values: Tensor) -> Tensor:
@@ -88,4 +108,4 @@ def signs() -> Quantised:
         scales = packed[:head].clone().view(torch.float32)
         return quantise.from_signs(packed[head:], scales, count, dtype)
 
-    return Quantised(pack, unpack)
+    return Quantised(pack, unpack, in_stretches)

@@ -27,7 +27,9 @@ def largest(values: Tensor, count: int) -> Tensor:
     if count >= size:
         return torch.arange(size, device=values.device)
     sizes = values.abs()
-    if size > 4 * _SAMPLE:
+    if (
+        size > 4 * _SAMPLE and values.device.type == "cpu"
+    ):  # a GPU is quick at it, and dislikes waiting
         sample = sizes[:: size // _SAMPLE]
         wanted = min(len(sample), math.ceil(len(sample) * count / size * _SLACK) + 8)
         threshold = sample.topk(wanted).values[-1]

@@ -195,6 +195,7 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 shard_dtype=config.sharding.dtype,
                 device_map=config.device_map is not None,
                 recompute=str(config.checkpoint_activations),
+                compress=config.compress.options().formats,
             )
         )
         if broken is not None:

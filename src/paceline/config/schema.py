@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from paceline.config import demo
 from paceline.config.fields import (
@@ -29,14 +29,10 @@ from paceline.config.fields import (
     RunName,
     args_of_default,
 )
+from paceline.config.sections import Section
 from paceline.config.sources import Sources
+from paceline.config.wire import CompressSection, LocalStepsSection, ReductionSection
 from paceline.layout.schedules import SCHEDULES
-
-
-class Section(BaseModel):
-    """A part of the config: unknown keys refused, nothing coerced, nothing changed once built."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Target(Section):
@@ -443,6 +439,15 @@ class Config(Section):
     tensor: TensorSection = Field(default=TensorSection(), description="How tp splits layers.")
     pipeline: PipelineSection = Field(
         default=PipelineSection(), description="How pp cuts and runs the model."
+    )
+    compress: CompressSection = Field(
+        default=CompressSection(), description="In which form gradients travel between ranks."
+    )
+    local_steps: LocalStepsSection = Field(
+        default=LocalStepsSection(), description="Replicas that step alone between meetings."
+    )
+    reduction: ReductionSection = Field(
+        default=ReductionSection(), description="How gradients are summed over the ranks."
     )
     device_map: Literal["auto"] | dict[str, str] | None = Field(
         default=None,

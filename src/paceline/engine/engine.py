@@ -32,6 +32,7 @@ from paceline.engine.options import (
     EngineOptions,
     OptimizerFactory,
     check_option_names,
+    compression_of,
     ways_of,
 )
 from paceline.engine.parts import Parts
@@ -41,6 +42,7 @@ from paceline.engine.repoint import Groups
 from paceline.engine.result import Numbers, StepResult
 from paceline.engine.split import Clock
 from paceline.engine.state import State
+from paceline.engine.wiring import Wiring
 from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
@@ -85,6 +87,8 @@ class Engine:
             (every n-th block), ``"selective"``, or a :class:`paceline.Recompute`.
         device_map, max_memory: put the model's parts on several devices of this one process, by
             name or ``"auto"``, within these bounds.
+        compress: the form in which gradients travel between data-parallel ranks, such as ``"int8"``
+            or ``"topk:0.01"``, or a :class:`paceline.Compression`.
         init: called with each module of a model from the meta device, to give it values.
         world: the world to train in; by default the one this process was launched into.
     """
@@ -153,6 +157,8 @@ class Engine:
         self._passes = Passes(self)
         self._meter = MemoryMeter(model, optimizer, self.device)
         self._spread: Spread | None = None
+        # The way that gradients go, where it is not DDP's or FSDP's own.
+        self.wiring: Wiring | None = None
         if not needs_sample(self.layout, self._ways):
             self._spread_out()
         # As torch's schedulers do: an optimizer that was scheduled before keeps its full rate.
@@ -165,6 +171,9 @@ class Engine:
             peers.check_same_batch(batch, self.layout, self.world)
             part = self._sample(batch)
             sample = functools.partial(self._run_sample, part)
+        compression = compression_of(self.options)
+        if compression is not None:
+            self.wiring = Wiring(compression, self.model, self.layout, self.world)
         self._spread = spread(
             self._local,
             self.model,
@@ -174,8 +183,11 @@ class Engine:
             context=self._precision.forward,
             sample=sample,
             materialise=self._materialise if self._on_meta else None,
+            averaging=self.wiring,
         )
         self._on_meta = False
+        if self.wiring is not None:
+            self.wiring.know(self.spread.held)
         self._precision.device_types = sorted({device.type for device in self.spread.devices})
         self._local.moves_target = self._is_mapped
         if not self.spread.is_plain:
@@ -255,9 +267,11 @@ class Engine:
         elif self.options["nonfinite"] != "ignore":
             problem = self._problem(numbers, sums, parts)
         if problem is None or problem.overflow:
-            self._update()
+            applied = self._update()
         else:
-            self._leave_alone(saved_buffers)
+            applied = self._leave_alone(saved_buffers)
+        if self.wiring is not None:
+            self.wiring.settle(applied=applied, trained=self._trained())
         self.optimizer.zero_grad(set_to_none=True)
         self.steps_done += 1
         schedule = self.options["schedule"]
@@ -376,21 +390,32 @@ class Engine:
             raise problem.error(self.steps_done + 1)
         return problem
 
-    def _update(self) -> None:
+    def _update(self) -> bool:
+        """Change the parameters; whether that was done."""
         scaler = self._precision.scaler
         if scaler is None:
             self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)  # does nothing where the gradients overflowed
-            scaler.update()
+            return True
+        before = scaler.get_scale() if self.wiring is not None else 0.0
+        scaler.step(self.optimizer)  # does nothing where the gradients overflowed
+        scaler.update()
+        # As torch documents it: the scale goes down if and only if the step was left out.
+        return self.wiring is None or scaler.get_scale() >= before
 
-    def _leave_alone(self, saved_buffers: Mapping[str, Tensor]) -> None:
-        """Undo what the forward of a skipped step left behind."""
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, own in self.spread.held.items():
+            for parameter in own:
+                if parameter.requires_grad:
+                    yield name, parameter
+
+    def _leave_alone(self, saved_buffers: Mapping[str, Tensor]) -> bool:
+        """Undo what the forward of a skipped step left behind; the parameters are unchanged."""
         if self._precision.scaler is not None:
             self._precision.scaler.update()
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(saved_buffers[name])
+        return False
 
     def _copy_buffers(self) -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}

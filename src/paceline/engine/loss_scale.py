@@ -25,6 +25,10 @@ class AgreedScaler:
         self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 2000
         self._overflowed = False
 
+    def get_scale(self) -> float:
+        """What losses are multiplied by now."""
+        return self._scale
+
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` times the scale."""
         return loss * self._scale

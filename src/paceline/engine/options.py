@@ -18,6 +18,7 @@ from paceline.parallel.pipeline.options import Pipelining
 from paceline.parallel.recompute import Recompute
 from paceline.parallel.shard import Sharding
 from paceline.parallel.tensor.options import TensorParallel
+from paceline.wire import Compression
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Schedule = Callable[[int], float] | LRScheduler
@@ -44,6 +45,7 @@ class EngineOptions(TypedDict, total=False):
     device_map: str | Mapping[str, DeviceLike] | None
     max_memory: Mapping[DeviceLike, int | str] | None
     init: Callable[[nn.Module], None] | None
+    compress: Compression | str | None
 
 
 DEFAULTS = EngineOptions(
@@ -65,12 +67,13 @@ DEFAULTS = EngineOptions(
     device_map=None,
     max_memory=None,
     init=None,
+    compress=None,
 )
 
 
 def ways_of(options: EngineOptions) -> Ways:
     """How to spread a model, from the options that say so."""
-    recompute = options["checkpoint_activations"]
+    recompute, compression = options["checkpoint_activations"], compression_of(options)
     return Ways(
         sharding=options["sharding"] or Sharding(),
         tensor=options["tensor"] or TensorParallel(),
@@ -79,7 +82,15 @@ def ways_of(options: EngineOptions) -> Ways:
         compile=options["compile"],
         device_map=options["device_map"],
         max_memory=options["max_memory"],
+        compress=None if compression is None else compression.formats,
     )
+
+
+def compression_of(options: EngineOptions) -> Compression | None:
+    """How gradients travel, where they do not as they are."""
+    asked = options["compress"]
+    compression = None if asked is None else Compression.of(asked)
+    return None if compression is None or compression.formats is None else compression
 
 
 def check_option_names(

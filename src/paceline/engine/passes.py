@@ -103,9 +103,13 @@ class Passes:
                         with engine._pulse.during("waiting"):
                             dist.all_reduce(divisor)
                     divisor.masked_fill_(divisor == 0, 1)  # nothing but padding so far
+                    self._begin_exchange(divisor, parts)
                 if last and engine.world.size > 1:
                     world = self._counted(local).clone()
                     work = dist.all_reduce(world, async_op=True)  # hidden behind the backward
+                    if engine.wiring is not None and engine.options["microbatch"] is not None:
+                        work.wait()
+                        self._tell_unit(world[1], divisor)
                 loss = term.total * (engine.layout.dp / divisor).to(term.total)
                 engine._pulse.enter("backward")
                 self._backward(loss, work)
@@ -113,6 +117,32 @@ class Passes:
             engine._pulse.enter("waiting")
             work.wait()
         return Sums(local=local, world=world, divisor=divisor)
+
+    def _begin_exchange(self, divisor: Tensor, parts: list[tuple[Any, int]]) -> None:
+        """Tell the exchange of gradients what they are multiples of, as far as it is known.
+
+        Units sharded by ``zero=2`` and up send gradients after every microbatch: they go by the
+        items that the batch tells of. Others send after the last one, when all losses are known.
+        """
+        engine = self.engine
+        if engine.wiring is None:
+            return
+        count = divisor.clone()
+        if engine.options["microbatch"] is not None and engine.layout.zero > 1:
+            count.fill_(sum(items for _, items in parts))
+            dist.all_reduce(count)
+        self._tell_unit(count, divisor)
+
+    def _tell_unit(self, count: Tensor, divisor: Tensor) -> None:
+        """The gradients to come are those of a mean over ``count``, taken by ``divisor``."""
+        engine = self.engine
+        if engine.wiring is None:
+            return
+        scaler = engine._precision.scaler
+        factor = float(count / divisor) or 1.0
+        engine.wiring.begin(
+            engine.steps_done, factor * (1 if scaler is None else scaler.get_scale())
+        )
 
     def _counted(self, local: Tensor) -> Tensor:
         """This rank's sums, or zeros where another rank speaks for the same samples."""
@@ -135,6 +165,7 @@ class Passes:
         engine._pulse.enter("waiting")
         dist.all_reduce(divisor)
         divisor.clamp_(min=1)
+        self._tell_unit(divisor, divisor)
         scale = engine.layout.dp / divisor
         scaler = engine._precision.scaler
         terms = pipeline.step(parts, scale if scaler is None else scaler.scale(scale))
@@ -144,6 +175,8 @@ class Passes:
                 local[1] += term.count
         world = self._counted(local).clone()
         dist.all_reduce(world)
+        if engine.layout.zero == 0:
+            self._tell_unit(world[1], divisor)
         return Sums(local=local, world=world, divisor=divisor)
 
     def _backward(self, loss: Tensor, work: dist.Work | None) -> None:

@@ -24,6 +24,8 @@ class Request:
     offload: str | None = None
     recompute: str | None = None
     shard_dtype: str | None = None
+    compress: str | None = None
+    """The formats in which gradients travel, where not as they are."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,37 @@ def _pipeline_keeps_dtypes(request: Request) -> str | None:
     )
 
 
+def _matrices_need_whole_gradients(request: Request) -> str | None:
+    if not request.layout.zero or "powersgd" not in (request.compress or ""):
+        return None
+    return (
+        f"compress: {request.compress} factors whole matrices, but with zero={request.layout.zero} "
+        "a gradient travels as pieces to the ranks that keep them. Use zero=0, or int8, sign, topk "
+        "or randomk."
+    )
+
+
+def _residuals_are_cut_once(request: Request) -> str | None:
+    layout = request.layout
+    if request.compress is None or not layout.zero or layout.tp == 1:
+        return None
+    return (
+        f"compress: {request.compress} keeps what it has not sent of each gradient; with tp="
+        f"{layout.tp} and zero={layout.zero} that is cut twice, in a way that no other layout "
+        "could load. Use zero=0 with tp, or zero without tp, or leave compress out."
+    )
+
+
+def _copies_are_summed_by_fsdp(request: Request) -> str | None:
+    if request.compress is None or request.layout.copies == 1 or not request.layout.zero:
+        return None
+    return (
+        f"compress: {request.compress} would apply within each of the {request.layout.copies} "
+        "copies of the sharded model only: FSDP2 sums between copies by itself, where it matters "
+        "most. Leave replicas out, or use zero=0."
+    )
+
+
 RULES = (
     Rule("axis-not-available", _axis_not_available),
     Rule("replicas-need-zero", _replicas_need_zero),
@@ -135,6 +168,9 @@ RULES = (
     Rule("pipeline-runs-backward", _pipeline_runs_backward),
     Rule("own-loop-has-no-sample", _own_loop_has_no_sample),
     Rule("device-map-is-one-process", _device_map_is_one_process),
+    Rule("matrices-need-whole-gradients", _matrices_need_whole_gradients),
+    Rule("residuals-are-cut-once", _residuals_are_cut_once),
+    Rule("copies-are-summed-by-fsdp", _copies_are_summed_by_fsdp),
 )
 
 

@@ -8,13 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.parallel.exchanging import Averaging
 from paceline.parallel.whole import local
 
 _BUCKET_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
-def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def average_gradients(
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup,
+    averaging: Averaging | None = None,
+) -> None:
     """Average the gradients of ``parameters`` over ``group``, after the last backward of a step.
 
     A parameter that some ranks did not use counts as zero there; one that nobody used keeps no
@@ -24,6 +29,9 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+    if averaging is not None:
+        exchange(used, averaging)
+        return
     gradients = [local(p.grad) for p in used if p.grad is not None]
     size = dist.get_world_size(group)
     pending = []
@@ -36,6 +44,14 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
         parts = flat.split([gradient.numel() for gradient in bucket])
         for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+def exchange(parameters: Sequence[nn.Parameter], averaging: Averaging) -> None:
+    """Average the gradients that ``parameters`` have by ``averaging``, in buckets."""
+    pairs = [(p, local(p.grad)) for p in parameters if p.grad is not None]
+    owners = {id(gradient): parameter for parameter, gradient in pairs}
+    for slot, bucket in enumerate(_buckets([gradient for _, gradient in pairs])):
+        averaging.average([owners[id(gradient)] for gradient in bucket], bucket, slot)
 
 
 def _used_anywhere(

@@ -24,6 +24,7 @@ from paceline.layout import Layout
 from paceline.layout.rules import ZERO_BUBBLE, Request, check_rules
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.device_map import DeviceLike, place
+from paceline.parallel.exchanging import Averaging
 from paceline.parallel.pipeline import Pipeline, Pipelining, cut
 from paceline.parallel.recompute import Recompute, recompute
 from paceline.parallel.replicate import replicate
@@ -43,6 +44,7 @@ class Ways:
     pipeline: Pipelining = field(default_factory=Pipelining)
     recompute: Recompute | None = None
     compile: bool = False
+    compress: str | None = None
     device_map: str | Mapping[str, DeviceLike] | None = None
     max_memory: Mapping[DeviceLike, int | str] | None = None
 
@@ -57,6 +59,7 @@ def check_layout(layout: Layout, ways: Ways, **more: bool) -> None:
             shard_dtype=ways.sharding.dtype,
             recompute=None if ways.recompute is None else ways.recompute.mode,
             device_map=ways.device_map is not None,
+            compress=ways.compress,
             **more,
         )
     )
@@ -77,12 +80,13 @@ def spread(
     context: Context = contextlib.nullcontext,
     sample: Callable[[], Any] | None = None,
     materialise: Callable[[nn.Module], None] | None = None,
+    averaging: Averaging | None = None,
 ) -> Spread:
     """``module``, which computes the loss of ``model``, spread over the world as ``layout`` says.
 
     In place: parameters and modules keep their names. ``context`` is entered around each forward;
     ``sample`` runs ``module`` once on a batch like those to come; ``materialise`` gives values to
-    a model without any. A collective.
+    a model without any; ``averaging`` averages gradients instead of DDP and FSDP. A collective.
     """
     check_layout(layout, ways)
     pipeline, plan = None, None
@@ -109,14 +113,14 @@ def spread(
     if layout.zero:
         called = module if pipeline is not None else LossFirst(module)
         roots = [called] if pipeline is None else list(pipeline.stages)
-        sharded = [shard_root(root, model, layout, world, ways, units) for root in roots]
+        sharded = [shard_root(root, model, layout, world, ways, units, averaging) for root in roots]
     if materialise is not None:
         for root in [model] if pipeline is None else pipeline.stages:
             materialise(root)
         if pipeline is not None:
             pipeline.copy_tied()
     if layout.zero == 0 and layout.dp > 1 and pipeline is None and layout.tp == 1:
-        called = replicate(module, world.device)
+        called = replicate(module, world.device, averaging)
     return Spread(
         called,
         model,
@@ -127,6 +131,7 @@ def spread(
         context=entered,
         devices=devices,
         tensor_plan=plan,
+        averaging=averaging,
     )
 
 
@@ -197,6 +202,7 @@ def shard_root(
     world: World,
     ways: Ways,
     units: Sequence[str] | None = None,
+    averaging: Averaging | None = None,
 ) -> Sharded:
     """Shard ``root``, what is called with each microbatch, over the data-parallel ranks.
 
@@ -215,4 +221,5 @@ def shard_root(
         model=model,
         units=units,
         zero_bubble=layout.pp > 1 and ways.pipeline.schedule in ZERO_BUBBLE,
+        averaging=averaging,
     )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.parallel.exchanging import Averaging
 from paceline.world import Group
 
 # Buffers are sent once a step instead: see sync_buffers. torch 2.13 renamed the option, and warns
@@ -24,8 +25,12 @@ _NO_BUFFER_SYNC: dict[str, Any] = {
 }
 
 
-def replicate(module: nn.Module, device: torch.device) -> DistributedDataParallel:
+def replicate(
+    module: nn.Module, device: torch.device, averaging: Averaging | None = None
+) -> DistributedDataParallel:
     """Wrap ``module`` so that its gradients are averaged over all ranks during backward.
+
+    By ``averaging``, where it is given, else by DDP's own all-reduces.
 
     ``find_unused_parameters`` is always on, for two reasons beyond unused parameters themselves.
     Without it DDP lays its buckets out anew after the first backward; a sum over three or more
@@ -34,12 +39,19 @@ def replicate(module: nn.Module, device: torch.device) -> DistributedDataParalle
     a step without running the model. The cost is a walk over the graph (benchmarks/overhead.py).
     """
     _use_up_the_notice(device)
-    return _wrap(module, device)
+    wrapped = _wrap(module, device, None if averaging is None else averaging.bucket_mib)
+    if averaging is not None:
+        # A lambda, since torch insists on certain annotations where there are any.
+        wrapped.register_comm_hook(None, lambda state, bucket: averaging.hook(bucket))
+    return wrapped
 
 
-def _wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
+def _wrap(
+    module: nn.Module, device: torch.device, bucket_mib: float | None = None
+) -> DistributedDataParallel:
     return DistributedDataParallel(
         module,
+        bucket_cap_mb=bucket_mib,
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=True,
         gradient_as_bucket_view=True,

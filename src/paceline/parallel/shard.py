@@ -9,7 +9,7 @@ is computing. Between steps every rank holds its pieces alone, whatever the stag
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,8 +26,9 @@ from torch.distributed.fsdp import (
 )
 
 from paceline.errors import LayoutError, TrainingError
+from paceline.parallel.exchanging import Averaging, UnitParameter
 from paceline.parallel.shard_dtype import LOW, cast_inputs, cast_result, map_tensors
-from paceline.parallel.shard_reduce import ExchangeAndSum, Gather
+from paceline.parallel.shard_reduce import ExchangeAndSum, Gather, SumBy
 from paceline.parallel.shard_scalars import Scalars
 from paceline.parallel.shard_units import UnitRule, find_units
 from paceline.parallel.shard_unused import Slot, Usage, tensors_in
@@ -121,13 +122,15 @@ def shard(
     model: nn.Module | None = None,
     units: Sequence[str] | None = None,
     zero_bubble: bool = False,
+    averaging: Averaging | None = None,
 ) -> Sharded:
     """Cut the parameters of ``root`` over the axis ``shards`` of ``mesh``, in place.
 
     ``root`` is what will be called with each microbatch. ``model`` is the user's model, where that
     is a part of it: names of ``units`` are those in the model, and in low precision its results
     leave in float32, for the loss. Units that ``model`` does not hold are other pipeline stages'.
-    Parameters keep their names; they become DTensors, also on the meta device.
+    Parameters keep their names; they become DTensors, also on the meta device. ``averaging`` sums
+    gradients on their way to the ranks that keep them, instead of FSDP.
     """
     model = root if model is None else model
     copies = "copies" in (mesh.mesh_dim_names or ()) and mesh["copies"].size() > 1
@@ -145,9 +148,11 @@ def shard(
         cast_result(model)
     for module in parts:
         module.register_forward_hook(_without_views)
+    slots = _slots(parts, scalars)
+    messages = {} if averaging is None else _messages(model, slots, averaging)
     usage = None
     if scalars.mesh.size() > 1 and not zero_bubble:
-        usage = Usage(root, _slots(parts, scalars))
+        usage = Usage(root, slots)
     options: dict[str, Any] = {
         "mesh": scalars.mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -161,7 +166,7 @@ def shard(
     reshard = sharding.reshard if stage == 3 and not zero_bubble else False
     for module in parts:
         fully_shard(module, reshard_after_forward=_reshard(module, root, reshard), **options)
-    return Sharded(root, stage, scalars, usage)
+    return Sharded(root, stage, scalars, usage, messages)
 
 
 def _reshard(module: nn.Module, root: nn.Module, asked: bool | int | None) -> bool | int | None:
@@ -190,6 +195,19 @@ def _slots(parts: Sequence[nn.Module], scalars: Scalars) -> dict[nn.Module, list
                     held.append(Slot(owner, name))
         if held:
             found[part] = held
+    return found
+
+
+def _messages(
+    model: nn.Module, slots: dict[nn.Module, list[Slot]], averaging: Averaging
+) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
+    """How each part sums its gradients by ``averaging``; to be asked before anything is cut."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {}
+    for number, (part, held) in enumerate(slots.items()):
+        parameters = [slot.parameter for slot in held if slot.parameter.requires_grad]
+        unit = [UnitParameter(names[id(p)], tuple(p.shape)) for p in parameters]
+        found[part] = averaging.scatter(unit, number)
     return found
 
 
@@ -252,6 +270,7 @@ class Sharded:
         stage: int,
         scalars: Scalars,
         usage: Usage | None,
+        messages: Mapping[nn.Module, Callable[[Tensor], Tensor]],
     ) -> None:
         assert isinstance(root, FSDPModule)
         self.root, self.stage = root, stage
@@ -264,6 +283,10 @@ class Sharded:
             for unit in self._units:
                 unit.set_custom_reduce_scatter(ExchangeAndSum())  # type: ignore[arg-type]
                 unit.set_custom_all_gather(Gather())  # type: ignore[arg-type]
+        if self.mesh.size() > 1:
+            for part, message in messages.items():
+                assert isinstance(part, FSDPModule)
+                part.set_custom_reduce_scatter(SumBy(message))  # type: ignore[arg-type]
 
     def communicate(self, *, last: bool, counts: bool = True) -> None:
         """Call before each microbatch's forward; ``last`` says whether it ends the step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,31 @@ class ExchangeAndSum(_Allocates):
         with World.current().pulse.during("waiting"):
             dist.all_to_all_single(arrived, input_tensor, group=group)
         torch.sum(arrived.view(group.size(), -1), dim=0, out=output_tensor)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
-        elif op != dist.ReduceOp.SUM:
-            raise NotImplementedError(f"ExchangeAndSum: {op} is neither a sum nor a mean.")
+        _divide(output_tensor, group, op)
+
+
+class SumBy(_Allocates):
+    """A reduce-scatter by somebody else's ``message``: from a row for each rank to the own sum."""
+
+    def __init__(self, message: Callable[[Tensor], Tensor]) -> None:
+        self._message = message
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor`` with this rank's piece of the sum or the mean over ``group``."""
+        with World.current().pulse.during("waiting"):
+            output_tensor.copy_(self._message(input_tensor))
+        _divide(output_tensor, group, op)
+
+
+def _divide(total: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    if op == dist.ReduceOp.AVG:
+        total.div_(group.size())
+    elif op != dist.ReduceOp.SUM:
+        raise NotImplementedError(f"a reduce-scatter by {op}, which is neither a sum nor a mean")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.layout import Layout
-from paceline.parallel.average import average_gradients
+from paceline.layout import Layout, Place
+from paceline.parallel.average import average_gradients, exchange
+from paceline.parallel.exchanging import Averaging
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded
@@ -43,6 +44,7 @@ class Spread:
         context: Context = contextlib.nullcontext,
         devices: Sequence[torch.device] = (),
         tensor_plan: TensorPlan | None = None,
+        averaging: Averaging | None = None,
     ) -> None:
         self.module, self.model = module, model
         self.layout, self.world = layout, world
@@ -51,6 +53,7 @@ class Spread:
         self.context = context
         self.devices = devices
         self.tensor_plan = tensor_plan  # print it, or pipeline.plan, to see what was decided
+        self._averaging = averaging
         self.place = layout.place(world.rank)
         self.data_group = data_group(world, layout)
         self.held = self._held()
@@ -102,7 +105,9 @@ class Spread:
         if isinstance(self.module, DistributedDataParallel):
             inner = self.module.module
             self.module = inner  # takes its hooks off the parameters before new ones are put on
-            self.module = replicate(inner, self.world.device)
+            self.module = replicate(inner, self.world.device, self._averaging)
+            if self._averaging is not None:
+                self._averaging.rewired()
 
     def reset(self) -> None:
         """Forget a step that failed half way."""
@@ -119,7 +124,9 @@ class Spread:
         if not self.is_plain and self.layout.zero == 0 and self.layout.dp > 1:
             group = self.data_group.process_group
             assert group is not None
-            average_gradients(parameters, group)
+            average_gradients(parameters, group, self._averaging)
+        elif self.layout.dp == 1 and self._averaging is not None and self._averaging.is_due:
+            exchange(parameters, self._averaging)
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether this rank adds its part of ``parameter`` to the norm, being the first with it."""
@@ -160,7 +167,7 @@ class LossFirst(nn.Module):
 
 def data_group(world: World, layout: Layout) -> Group:
     """The ranks that see other samples than this one but hold the same piece of the model."""
-    return _axis_group(world, layout, lambda place: (place.pp, place.cp, place.tp))
+    return _axis_group(world, layout, _same_piece)
 
 
 def stage_group(world: World, layout: Layout) -> Group:
@@ -168,10 +175,27 @@ def stage_group(world: World, layout: Layout) -> Group:
     return _axis_group(world, layout, lambda place: (place.dp, place.cp, place.tp))
 
 
-def _axis_group(world: World, layout: Layout, key: Callable[[Any], tuple[int, ...]]) -> Group:
-    members: dict[tuple[int, ...], list[int]] = {}
+def data_ranks(world: World, layout: Layout) -> list[tuple[int, ...]]:
+    """The ranks of every :func:`data_group`, in the order in which torch is to make them."""
+    return list(_members(world, layout, _same_piece).values())
+
+
+def _same_piece(place: Place) -> tuple[int, ...]:
+    return (place.pp, place.cp, place.tp)
+
+
+def _members(
+    world: World, layout: Layout, key: Callable[[Place], tuple[int, ...]]
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    members: dict[tuple[int, ...], tuple[int, ...]] = {}
     for rank in range(world.size):
-        members.setdefault(key(layout.place(rank)), []).append(rank)
+        own = key(layout.place(rank))
+        members[own] = (*members.get(own, ()), rank)
+    return members
+
+
+def _axis_group(world: World, layout: Layout, key: Callable[[Place], tuple[int, ...]]) -> Group:
     # Every rank makes every group, in the same order: that is how torch forms groups.
+    members = _members(world, layout, key)
     groups = {own: world.group(ranks) for own, ranks in members.items()}
     return groups[key(layout.place(world.rank))]

@@ -131,6 +131,7 @@ def engine_options(config: Config, train: Any, layout: Layout | None = None) -> 
         pipeline=Pipelining(**config.pipeline.model_dump()),
         checkpoint_activations=config.checkpoint_activations,
         device_map=config.device_map,
+        compress=config.compress.options(),
     )
 
 

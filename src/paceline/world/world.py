@@ -77,7 +77,7 @@ class World:
         # That of the engine made last; loaders made without one follow it.
         self.layout: Layout | None = None
         self._meshes: dict[Layout, DeviceMesh] = {}
-        self._background: dict[str, dist.ProcessGroup] = {}
+        self._background: dict[tuple[str, tuple[int, ...] | None], dist.ProcessGroup] = {}
         self.pulse = Pulse()
         """Where this rank is: marked by engine and trainer, read by the watch for hangs."""
         self._watch: Watch | None = None
@@ -250,18 +250,24 @@ class World:
             self._meshes[layout] = make_mesh(layout, self.device)
         return self._meshes[layout]
 
-    def background_group(self, name: str) -> dist.ProcessGroup | None:
-        """A Gloo group of all ranks for a thread of its own; ``None`` in a world of one.
+    def background_group(
+        self, name: str, ranks: Iterable[int] | None = None
+    ) -> dist.ProcessGroup | None:
+        """A Gloo group for a thread of its own; ``None`` in a world of one.
 
-        Collectives of two threads on one group would mix. **Every** rank must ask for it; asking
-        twice for the same ``name`` gives the same group.
+        Of all ranks, or of ``ranks``. Collectives of two threads on one group would mix. **Every**
+        rank must ask for it; asking twice for the same ``name`` gives the same group.
         """
         self._require_open("background_group()")
         if self.backend == "none":
             return None
-        if name not in self._background:
-            self._background[name] = dist.new_group(backend="gloo", timeout=self.timeout)
-        return self._background[name]
+        members = None if ranks is None else self._checked_ranks(ranks)
+        key = (name, members)
+        if key not in self._background:
+            self._background[key] = dist.new_group(
+                members if members is None else list(members), backend="gloo", timeout=self.timeout
+            )
+        return self._background[key]
 
     def close(self) -> None:
         """Leave the world: destroys the process group if this world made it. May be called twice.

@@ -1,0 +1,152 @@
+"""What a user says of the wire: in which form gradients travel, and which of them do not."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.errors import TrainingError
+
+FORMATS = {
+    "none": None,
+    "fp16": None,
+    "bf16": None,
+    "int8": None,
+    "sign": None,
+    "topk": "ratio",
+    "randomk": "ratio",
+    "powersgd": "rank",
+}
+"""The formats, and what the number after the colon is."""
+
+_THEN = ("fp16", "bf16")
+_TAKES_THEN = ("topk", "randomk", "powersgd")
+_TEXT = re.compile(r"(?P<name>[a-z0-9]+)(:(?P<number>[0-9.eE+-]*[0-9.]))?(\+(?P<then>[a-z0-9]+))?")
+_EXAMPLES = "fp16, int8, topk:0.01 or powersgd:4+fp16"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A parsed format: ``topk:0.01+fp16`` is the name, the number and what its numbers become."""
+
+    name: str
+    number: float | None = None
+    then: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Form:
+        """Read ``"powersgd:4+fp16"``; raises ``TrainingError`` that says what is wrong with it."""
+        found = _TEXT.fullmatch(text.strip().lower()) if isinstance(text, str) else None
+        if found is None:
+            raise TrainingError(f"compress: {text!r} is not a format such as {_EXAMPLES}.")
+        name, number, then = found["name"], found["number"], found["then"]
+        if name not in FORMATS:
+            raise TrainingError(
+                f"compress: there is no format {name!r} (in {text!r}). There are "
+                f"{', '.join(FORMATS)}."
+            )
+        form = cls(name, None if number is None else _number(text, number), then)
+        form._check(text)
+        return form
+
+    def _check(self, text: str) -> None:
+        wants = FORMATS[self.name]
+        if wants is None and self.number is not None:
+            raise TrainingError(f"compress: {text!r}: {self.name} takes no number.")
+        if wants is not None and self.number is None:
+            example = "4" if wants == "rank" else "0.01"
+            raise TrainingError(
+                f"compress: {text!r} needs its {wants}, as in {self.name}:{example}."
+            )
+        if wants == "ratio" and not 0 < (self.number or 0) <= 1:
+            raise TrainingError(
+                f"compress: {text!r}: the ratio of elements to send must be above 0 and at most 1."
+            )
+        if wants == "rank" and (self.number is None or self.number < 1 or self.number % 1):
+            raise TrainingError(f"compress: {text!r}: the rank must be a whole number from 1.")
+        if self.then is not None and self.then not in _THEN:
+            raise TrainingError(f"compress: {text!r}: after + comes {' or '.join(_THEN)}.")
+        if self.then is not None and self.name not in _TAKES_THEN:
+            raise TrainingError(
+                f"compress: {text!r}: only {', '.join(_TAKES_THEN)} are followed by another format."
+            )
+
+    def __str__(self) -> str:
+        number = "" if self.number is None else f":{self.number:g}"
+        return f"{self.name}{number}" + (f"+{self.then}" if self.then else "")
+
+
+def _number(text: str, number: str) -> float:
+    try:
+        return float(number)
+    except ValueError:
+        raise TrainingError(f"compress: {text!r}: {number!r} is not a number.") from None
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients travel between data-parallel ranks.
+
+    Args:
+        format: ``none``, ``fp16``, ``bf16``, ``int8`` (a scale for each block), ``sign`` (one bit),
+            ``topk:RATIO`` (the largest), ``randomk:RATIO`` (drawn anew each step) or
+            ``powersgd:RANK``; the last three may go on in 16 bits, as in ``powersgd:4+fp16``.
+        error_feedback: send later what was left behind. ``None``: where the format needs it.
+        warmup_steps: so many steps without compression first.
+        smallest: tensors with fewer elements, and vectors (norms, biases), travel as they are.
+        rules: from name patterns to formats, for parameters that are to travel in another one:
+            ``{"embedding.*": "none"}``. The first that matches counts.
+        seed: of what is drawn.
+    """
+
+    format: str = "none"
+    error_feedback: bool | None = None
+    warmup_steps: int = 0
+    smallest: int = 1024
+    rules: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        Form.parse(self.format)
+        for pattern, text in self.rules.items():
+            try:
+                Form.parse(text)
+            except TrainingError as error:
+                raise TrainingError(f"compress: rule for {pattern!r}: {error}") from None
+        for name in ("warmup_steps", "smallest"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise TrainingError(
+                    f"compress: {name}={value!r} must be a whole number, 0 or more."
+                )
+
+    @classmethod
+    def of(cls, value: Compression | str) -> Compression:
+        """A format's name alone stands for it with everything else as it is by default."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        raise TrainingError(
+            f"compress={value!r} must be a format such as {_EXAMPLES}, or paceline.Compression(…)."
+        )
+
+    @property
+    def formats(self) -> str | None:
+        """All formats that it names but ``none``, for rules to look at; ``None``: no other."""
+        named = [Form.parse(text) for text in (self.format, *self.rules.values())]
+        return ", ".join(dict.fromkeys(str(f) for f in named if f.name != "none")) or None
+
+    def form_of(self, name: str, shape: tuple[int, ...]) -> Form:
+        """The format in which the parameter ``name`` travels."""
+        for pattern, text in self.rules.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return Form.parse(text)
+        size = 1
+        for length in shape:
+            size *= length
+        if len(shape) < 2 or size < self.smallest:
+            return Form("none")
+        return Form.parse(self.format)
