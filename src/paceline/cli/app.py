@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import checkpoint, config
+from paceline.cli import bench, checkpoint, config
 from paceline.cli.diagnose import diagnose
 from paceline.cli.doctor import doctor
 from paceline.cli.rendezvous import rendezvous
@@ -57,6 +57,7 @@ app.command()(doctor)
 app.command()(diagnose)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

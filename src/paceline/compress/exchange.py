@@ -76,6 +76,10 @@ class Exchange:
         """How many steps were done before this one: set by the engine."""
         self.unit = 1.0
         """What the gradients given here are to be divided by to be those of the mean loss."""
+        self.left_plain: set[str] = set()
+        """Parameters that travel as they are, whatever the options say."""
+        self.alike: set[str] = set()
+        """Parameters that other ranks exchange, too, and that must come out equal there."""
         self._names = names
         self._whole = whole
         self._formats: dict[Form, Format | PowerSGD] = {}
@@ -129,14 +133,18 @@ class Exchange:
         self.memory.kept.clear()
 
     def by_form(self, gradients: Mapping[str, Tensor]) -> list[tuple[Form, dict[str, Tensor]]]:
-        """The gradients by the form that each travels in."""
-        groups: dict[Form, dict[str, Tensor]] = {}
+        """The gradients by the form that each travels in, those that are ``alike`` by themselves.
+
+        What an element becomes depends on those it travels with.
+        """
+        groups: dict[tuple[Form, bool], dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
-            groups.setdefault(self._form_of(name, tuple(gradient.shape)), {})[name] = gradient
-        return list(groups.items())
+            form = self._form_of(name, tuple(gradient.shape))
+            groups.setdefault((form, name in self.alike), {})[name] = gradient
+        return [(form, chosen) for (form, _), chosen in groups.items()]
 
     def _form_of(self, name: str, shape: tuple[int, ...]) -> Form:
-        if self.warming_up or self.wire.size == 1:
+        if self.warming_up or self.wire.size == 1 or name in self.left_plain:
             return _NO_FORM
         form = self.options.form_of(name, shape)
         codec = self.format_of(form)

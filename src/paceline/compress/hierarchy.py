@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.compress.wire import Wire, ring_bytes
 from paceline.wire.links import PIECE_BYTES
 from paceline.wire.topology import Topology
-from paceline.compress.wire import Wire, ring_bytes
 from paceline.world import World, collectives
 
 GroupMaker = Callable[[tuple[int, ...]], dist.ProcessGroup | None]
@@ -68,7 +68,7 @@ class Hierarchical(Wire):
     other nodes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, levels: Levels) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, levels: Levels) -> None:
         super().__init__(group)
         self.levels = levels
         self.crossed = 0.0

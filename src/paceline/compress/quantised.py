@@ -49,6 +49,7 @@ class Quantised:
         total.div_(wire.size)
         if kept is not None:
             total += kept
+        total[max(count - wire.rank * length, 0) :] = 0  # signs of the padding
         rounded = self.to_bytes(total)
         left = total - self.from_bytes(rounded, length, dtype)
         mean = torch.cat([self.from_bytes(m, length, dtype) for m in wire.gather(rounded)])

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.compress.wire import Wire
 from paceline.wire.buckets import Gradient
 from paceline.wire.links import Choice, Link
-from paceline.compress.wire import Wire
 from paceline.world import World
 
 _SMALL = 16 * 2**10
@@ -36,13 +36,15 @@ def measure(flat: Wire, layered: Wire, world: World, most: int) -> Choice:
     return Choice(one > _WORTH * two, one, two, size)
 
 
-def measure_link(wire: Wire, world: World, most: int) -> Link:
+def measure_link(wire: Wire, world: World) -> Link:
     """What ``wire`` as a whole is like, from a small sum and a large one. A collective."""
-    large = max(_large_enough(wire, world, most), 2 * _SMALL)
+    large = _large_enough(wire, world, _LARGE)
     short, long = (
         min(time_sum(wire, size, world) for _ in range(_ROUNDS)) for size in (_SMALL, large)
     )
-    bandwidth = (large - _SMALL) / max(long - short, 1e-9)
+    if long <= short:  # whatever disturbed the short ones: at least as much passes as in the long
+        return Link(0.0, large / long)
+    bandwidth = (large - _SMALL) / (long - short)
     return Link(max(short - _SMALL / bandwidth, 0.0), bandwidth)
 
 

@@ -26,6 +26,8 @@ def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> Non
         raise TrainingError(
             f"microbatch={microbatch!r} must be a whole number of samples, 1 or more."
         )
+    if options["compress"] is not None:
+        _check_no_sparse_gradients(model)
     for name in ("clip_norm", "clip_value"):
         bound = options[name]
         if bound is not None and not bound > 0:
@@ -36,6 +38,15 @@ def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> Non
         raise TrainingError(
             f"nonfinite={options['nonfinite']!r} must be 'stop', 'skip' or 'ignore'."
         )
+
+
+def _check_no_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise TrainingError(
+                f"compress: {name!r} is an embedding with sparse=True, whose gradient is a list of "
+                "rows already. Build it with sparse=False, or leave compress out."
+            )
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -1,0 +1,1 @@
+"""Measurements of the user's own machines: ``paceline bench``."""

@@ -1,0 +1,43 @@
+"""``python -m paceline.bench.rank REQUEST FILE``: one rank of a measurement.
+
+The first rank of each machine writes the result to FILE, for its launcher to show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from paceline.bench import comm
+from paceline.bench.request import LONGEST, Request
+from paceline.world import World
+
+_TIMEOUT = 300.0
+
+
+def main(arguments: list[str]) -> None:
+    """Join the world, measure, write."""
+    text, file = arguments
+    # There is nothing to save: leave at once, even from within a collective.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    request = Request.from_json(text)
+    patience = max(_TIMEOUT, 10 * LONGEST * request.seconds)
+    with World.init(device=request.device, timeout=patience, hang_after=0) as world:
+        result = comm.run(world, request, say if world.rank == 0 else lambda text: None)
+        if world.local_rank == 0:
+            part = Path(f"{file}.part")
+            part.write_text(json.dumps(result.to_dict()), encoding="utf-8")
+            os.replace(part, file)
+
+
+def say(text: str) -> None:
+    """Tell how far it is."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
