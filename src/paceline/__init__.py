@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from paceline.trainer import WholeSet as WholeSet
     from paceline.trainer import load_weights as load_weights
     from paceline.wire import Compression as Compression
+    from paceline.wire import LocalSteps as LocalSteps
+    from paceline.wire import Reduction as Reduction
     from paceline.world import World as World
     from paceline.world import collectives as collectives
 
@@ -48,9 +50,11 @@ _HOME = {
     "Evaluation": "paceline.trainer",
     "History": "paceline.trainer",
     "Layout": "paceline.layout",
+    "LocalSteps": "paceline.wire",
     "ColumnParallelLinear": "paceline.parallel.tensor",
     "Pipelining": "paceline.parallel.pipeline",
     "Recompute": "paceline.parallel.recompute",
+    "Reduction": "paceline.wire",
     "RowParallelLinear": "paceline.parallel.tensor",
     "Sharding": "paceline.parallel.shard",
     "TensorParallel": "paceline.parallel.tensor",

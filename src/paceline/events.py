@@ -312,6 +312,20 @@ class StepSplit(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WireUsed(Event):
+    """The bytes of gradients that each rank sent in the ``steps`` steps up to ``step``.
+
+    Told where they travel in another form, or not after every step. ``bytes_plain`` is what each
+    rank would have sent of them as they are, after every step.
+    """
+
+    step: int
+    steps: int
+    bytes_sent: list[int]
+    bytes_plain: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Straggler(Event):
     """A rank for which the others wait: ``costs`` seconds of every step, ``share`` of its time.
 

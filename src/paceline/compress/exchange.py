@@ -18,7 +18,7 @@ from paceline.compress.formats import HALF, Cast, Drawn, Format, Largest, Plain,
 from paceline.compress.options import Compression, Form
 from paceline.compress.powersgd import PowerSGD
 from paceline.compress.quantised import int8, signs, stretch
-from paceline.compress.wire import Wire
+from paceline.compress.wire import Wire, ring_bytes
 
 _NO_FORM = Form("none")
 _FORMS_PER_BUCKET = 64
@@ -80,6 +80,8 @@ class Exchange:
         """Parameters that travel as they are, whatever the options say."""
         self.alike: set[str] = set()
         """Parameters that other ranks exchange, too, and that must come out equal there."""
+        self.plain = 0.0
+        """Bytes that would have been sent so far as they are, in a ring."""
         self._names = names
         self._whole = whole
         self._formats: dict[Form, Format | PowerSGD] = {}
@@ -96,6 +98,7 @@ class Exchange:
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], slot: int
     ) -> None:
         """Replace ``gradients`` by the means over all ranks of what they sent. A collective."""
+        self.plain += sum(ring_bytes(gradient, self.wire.size) for gradient in gradients)
         named = {self._names[id(p)]: g for p, g in zip(parameters, gradients, strict=True)}
         for number, (form, chosen) in enumerate(self.by_form(named)):
             # A slot for each form of each bucket: what is kept of sums belongs to one of them.

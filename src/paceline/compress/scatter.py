@@ -16,6 +16,7 @@ from paceline.compress.exchange import Exchange
 from paceline.compress.formats import Format, Turn
 from paceline.compress.options import Form
 from paceline.compress.powersgd import PowerSGD
+from paceline.compress.wire import ring_bytes
 
 
 class Cut(NamedTuple):
@@ -61,6 +62,7 @@ class Scatter:
         """This rank's piece of the sum over all ranks of ``gradients``. A collective."""
         exchange = self._exchange
         ranks = exchange.wire.size
+        exchange.plain += ring_bytes(gradients, ranks) / 2  # the way back is that of parameters
         rows = gradients.view(ranks, -1)
         sizes = [cut.piece(ranks) for cut in self._cuts]
         assert sum(sizes) == rows.shape[1], (sizes, rows.shape)

@@ -196,6 +196,9 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 device_map=config.device_map is not None,
                 recompute=str(config.checkpoint_activations),
                 compress=config.compress.options().formats,
+                reduction=config.reduction.options().asked,
+                local_start=None if config.local_steps.every is None else config.local_steps.start,
+                sync_batchnorm=config.train.sync_batchnorm,
             )
         )
         if broken is not None:

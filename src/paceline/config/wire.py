@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.fields import Positive
 from paceline.config.sections import Section
-from paceline.wire import Compression
+from paceline.wire import Compression, LocalSteps, Reduction
 
 
 class CompressSection(Section):
@@ -71,6 +71,16 @@ class LocalStepsSection(Section):
         default=0, ge=0, description="Steps that go on while a meeting takes place."
     )
 
+    @model_validator(mode="after")
+    def _check(self) -> LocalStepsSection:
+        self.options()
+        return self
+
+    def options(self) -> LocalSteps | None:
+        """For the engine."""
+        every, rest = self.every, self.model_dump(exclude={"every"})
+        return None if every is None else LocalSteps(every=every, **rest)
+
 
 class ReductionSection(Section):
     """How gradients are summed over the ranks; see docs/guides/reduction.md."""
@@ -90,3 +100,12 @@ class ReductionSection(Section):
         "null: torch's default.",
     )
     overlap: bool = Field(default=True, description="Send while the backward goes on.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ReductionSection:
+        self.options()
+        return self
+
+    def options(self) -> Reduction:
+        """For the engine."""
+        return Reduction(**self.model_dump())

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.engine import nonfinite, peers
+from paceline.engine.alone import step_alone
 from paceline.engine.batch import move, placeholder
 from paceline.engine.checks import (
     check_loss_parameters,
@@ -24,6 +25,7 @@ from paceline.engine.checks import (
     check_schedule,
 )
 from paceline.engine.gradients import Gradients
+from paceline.engine.local import Rounds
 from paceline.engine.loss import LossFunction, LossModule
 from paceline.engine.memory import Memory, MemoryMeter
 from paceline.engine.nonfinite import Problem
@@ -33,15 +35,18 @@ from paceline.engine.options import (
     OptimizerFactory,
     check_option_names,
     compression_of,
+    local_steps_of,
     ways_of,
 )
 from paceline.engine.parts import Parts
 from paceline.engine.passes import Evaluated, Passes, Sums
 from paceline.engine.precision import Precision
+from paceline.engine.reducing import Reducing
 from paceline.engine.repoint import Groups
 from paceline.engine.result import Numbers, StepResult
 from paceline.engine.split import Clock
 from paceline.engine.state import State
+from paceline.engine.traffic import Traffic, traffic
 from paceline.engine.wiring import Wiring
 from paceline.errors import TrainingError
 from paceline.layout import Layout
@@ -89,6 +94,10 @@ class Engine:
             name or ``"auto"``, within these bounds.
         compress: the form in which gradients travel between data-parallel ranks, such as ``"int8"``
             or ``"topk:0.01"``, or a :class:`paceline.Compression`.
+        local_steps: let data-parallel ranks train alone for so many steps and then meet, or a
+            :class:`paceline.LocalSteps`.
+        reduction: how gradients are summed over the ranks, where not by default: a
+            :class:`paceline.Reduction`.
         init: called with each module of a model from the meta device, to give it values.
         world: the world to train in; by default the one this process was launched into.
     """
@@ -157,8 +166,11 @@ class Engine:
         self._passes = Passes(self)
         self._meter = MemoryMeter(model, optimizer, self.device)
         self._spread: Spread | None = None
+        # Where replicas train alone between meetings.
+        self.rounds: Rounds | None = None
         # The way that gradients go, where it is not DDP's or FSDP's own.
         self.wiring: Wiring | None = None
+        self.reducing = Reducing(self)
         if not needs_sample(self.layout, self._ways):
             self._spread_out()
         # As torch's schedulers do: an optimizer that was scheduled before keeps its full rate.
@@ -187,7 +199,7 @@ class Engine:
         )
         self._on_meta = False
         if self.wiring is not None:
-            self.wiring.know(self.spread.held)
+            self.wiring.know(self.spread.held, self.spread.tied)
         self._precision.device_types = sorted({device.type for device in self.spread.devices})
         self._local.moves_target = self._is_mapped
         if not self.spread.is_plain:
@@ -200,6 +212,9 @@ class Engine:
             peers.share_random_stream(self.layout, self.world)
         group = self.spread.data_group
         self._has_sync_norm = group.size > 1 and sync_batchnorm.join(self.model, group)
+        local_steps = local_steps_of(self.options)
+        if local_steps is not None:
+            self.rounds = Rounds(local_steps, self)
         if self.after_spreading is not None:
             self.after_spreading()
             self.after_spreading = None
@@ -248,6 +263,9 @@ class Engine:
         self._follow_freezing()
         for parameter in self._parameters:
             parameter.grad = None  # what a step that failed, or another backward, left there
+        if self.rounds is not None and self.rounds.start_step():
+            return step_alone(self, self.rounds, batch, started)
+        self.reducing.begin_step()
         self._sync_buffers()
         saved_buffers = self._copy_buffers() if self.options["nonfinite"] == "skip" else {}
         parts = self._passes.parts(batch)
@@ -279,13 +297,14 @@ class Engine:
             schedule.step()
         if unread is not None:
             self._look_at(unread)
+        self.reducing.end_step()
         pulse.finish_step(self.steps_done)
         pulse.enter("data")  # what comes between steps: a trainer tells more of it
         return StepResult(
             step=self.steps_done,
             lr=lr,
             seconds=time.perf_counter() - started,
-            problem=problem,
+            _problem=problem,
             _numbers=numbers,
         )
 
@@ -312,6 +331,8 @@ class Engine:
             )
         self._trainable = trainable
         self.spread.follow_freezing()
+        if self.rounds is not None:
+            self.rounds.follow_freezing()
 
     def _sync_buffers(self) -> None:
         group = self.spread.data_group
@@ -357,15 +378,40 @@ class Engine:
             and self._precision.scaler is None
         )
 
+    def take_notes(self) -> list[str]:
+        """What there is to tell the user since this was last asked, such as what was chosen."""
+        notes = [*self.parts.local.notes, *self.reducing.notes]
+        self.parts.local.notes, self.reducing.notes = [], []
+        return notes
+
     def settle(self) -> None:
         """Wait for the last step and raise if it was not finite.
 
         On a GPU ``step`` looks at each step's loss and gradient while the next one runs. Call this
-        after the last step, or before using the parameters; :meth:`state_dict` does.
+        after the last step, or before using the parameters; :meth:`state_dict` does. In a round of
+        local steps it waits until all replicas are through with the step; every rank must call it.
         """
         unread, self._unread = self._unread, None
         if unread is not None:
             self._look_at(unread)
+        if self.rounds is not None:
+            self.rounds.settle()
+
+    def traffic(self) -> Traffic | None:
+        """The bytes of gradients that this rank has sent; ``None`` where they are not counted."""
+        return traffic(self)
+
+    @property
+    def in_round(self) -> bool:
+        """Whether replicas train alone and have not met at the end of the last step."""
+        return self.rounds is not None and not self.rounds.together
+
+    def meet(self) -> bool:
+        """Let replicas that train alone meet now, so that all have one model; whether they did.
+
+        Every rank must call it. To be called after the last step; the trainer does.
+        """
+        return self.rounds is not None and self.rounds.meet()
 
     def _look_at(self, unread: _Unread) -> None:
         if unread.numbers.finite:
@@ -430,17 +476,22 @@ class Engine:
                 group["lr"] = base * factor
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def _shared(self) -> contextlib.AbstractContextManager[None]:
+        """The model as of the last meeting, where replicas train alone; else as it is."""
+        return contextlib.nullcontext() if self.rounds is None else self.rounds.shared_in()
+
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode, with equal buffers on all ranks; put back afterwards."""
         self.settle()
-        if self._spread is not None:
+        begun = self.rounds is not None and self.rounds.begun
+        if self._spread is not None and not begun:
             self._sync_buffers()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self._pulse.pause()
         try:
-            with torch.no_grad(), self._pulse.during("evaluation"):
+            with self._shared(), torch.no_grad(), self._pulse.during("evaluation"):
                 yield
         finally:
             for module, training in modes:
@@ -476,7 +527,8 @@ class Engine:
         layout can load it.
         """
         self.settle()
-        return self._state.save()
+        with self._shared():
+            return self._state.save()
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Every parameter of the model, whole, on the CPU, whichever ranks hold its parts.
@@ -496,6 +548,8 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; refused where it is that of another model."""
         self._state.load(state)
+        if self.rounds is not None:
+            self.rounds.forget()
 
 
 class _Unread(NamedTuple):

@@ -26,13 +26,18 @@ class Problem:
     ranks: list[int] = field(default_factory=list)
     overflow: bool = False
 
-    def error(self, step: int, *, updated: bool = False) -> NonFiniteError:
-        """The exception for a run that stops at ``step``; ``updated`` says it came too late."""
-        state = (
-            "It showed after the update, so the parameters are spoilt: go on from a checkpoint."
-            if updated
-            else "The parameters were not updated."
-        )
+    def error(self, step: int, *, updated: bool = False, alone: bool = False) -> NonFiniteError:
+        """The exception for a run that stops at ``step``; ``updated`` says it came too late.
+
+        ``alone``: replicas train by themselves, and the others learned of it some steps later.
+        """
+        state = "The parameters were not updated."
+        if updated:
+            state = (
+                "It showed after the update, so the parameters are spoilt: go on from a checkpoint."
+            )
+        elif alone:
+            state = "Replicas that train alone hear of each other some steps later: all stop now."
         return NonFiniteError(
             f"step {step}: {self.detail}. {state} Look at the data of this step and at the "
             "learning rate, or pass nonfinite='skip' to leave such steps out.",
@@ -80,6 +85,23 @@ def locate(
         )
     where = "; ".join(f"rank {rank}: {_shortened(named[rank])}" for rank in bad)
     return Problem("gradients", f"the gradients are not finite, though the loss is ({where})", bad)
+
+
+def locate_alone(
+    module: LossModule,
+    parts: list[tuple[Any, int]],
+    precision: Precision,
+    loss: float,
+    rank: int,
+) -> Problem:
+    """Find where NaN or Inf arose in a replica that trains alone. Called by its rank only."""
+    if not _finite(loss):
+        return Problem("loss", f"the loss is {loss} on rank {rank}", [rank])
+    names = _bad_gradients(module, parts, precision)
+    where = f"rank {rank}" + (f": {_shortened(names)}" if names else "")
+    return Problem(
+        "gradients", f"the gradients are not finite, though the loss is ({where})", [rank]
+    )
 
 
 def _bad_gradients(

@@ -18,7 +18,7 @@ from paceline.parallel.pipeline.options import Pipelining
 from paceline.parallel.recompute import Recompute
 from paceline.parallel.shard import Sharding
 from paceline.parallel.tensor.options import TensorParallel
-from paceline.wire import Compression
+from paceline.wire import Compression, LocalSteps, Reduction
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Schedule = Callable[[int], float] | LRScheduler
@@ -46,6 +46,8 @@ class EngineOptions(TypedDict, total=False):
     max_memory: Mapping[DeviceLike, int | str] | None
     init: Callable[[nn.Module], None] | None
     compress: Compression | str | None
+    local_steps: LocalSteps | int | None
+    reduction: Reduction | None
 
 
 DEFAULTS = EngineOptions(
@@ -68,12 +70,15 @@ DEFAULTS = EngineOptions(
     max_memory=None,
     init=None,
     compress=None,
+    local_steps=None,
+    reduction=None,
 )
 
 
 def ways_of(options: EngineOptions) -> Ways:
     """How to spread a model, from the options that say so."""
     recompute, compression = options["checkpoint_activations"], compression_of(options)
+    local_steps = local_steps_of(options)
     return Ways(
         sharding=options["sharding"] or Sharding(),
         tensor=options["tensor"] or TensorParallel(),
@@ -83,6 +88,9 @@ def ways_of(options: EngineOptions) -> Ways:
         device_map=options["device_map"],
         max_memory=options["max_memory"],
         compress=None if compression is None else compression.formats,
+        reduction=Reduction.of(options["reduction"]),
+        local_start=None if local_steps is None else local_steps.start,
+        sync_batchnorm=options["sync_batchnorm"],
     )
 
 
@@ -91,6 +99,12 @@ def compression_of(options: EngineOptions) -> Compression | None:
     asked = options["compress"]
     compression = None if asked is None else Compression.of(asked)
     return None if compression is None or compression.formats is None else compression
+
+
+def local_steps_of(options: EngineOptions) -> LocalSteps | None:
+    """How replicas train alone, where they do."""
+    asked = options["local_steps"]
+    return None if asked is None else LocalSteps.of(asked)
 
 
 def check_option_names(

@@ -17,7 +17,9 @@ from paceline.checkpoint.boxes import boxes_of
 from paceline.checkpoint.manifest import Manifest, TensorEntry
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
 from paceline.engine.checks import another_model, check_optimizer_state
+from paceline.engine.local_parts import LocalParts
 from paceline.engine.repoint import install
+from paceline.engine.wire_parts import WireParts
 from paceline.parallel.whole import held_runs, local
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class Parts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._wire = WireParts(engine)
+        self.local = LocalParts(engine)
         saved = engine.model.state_dict(keep_vars=True)
         first: dict[int, str] = {}
         for name, parameter in engine.model.named_parameters(remove_duplicate=False):
@@ -71,11 +75,13 @@ class Parts:
         engine = self._engine
         state = RankState()
         for name, parameter in self._first_copies():
-            state.tensors[MODEL + name] = as_part(parameter)
+            state.tensors[MODEL + name] = as_part(self.local.shared(name, parameter))
         if self._speaks_for_buffers:
             for name, buffer in self._own_buffers():
-                state.tensors[MODEL + name] = as_part(buffer)
+                state.tensors[MODEL + name] = as_part(self.local.shared(name, buffer))
         self._collect_optimizer(state)
+        self.local.collect(state, dict(self._own_buffers()))
+        self._wire.collect(state)
         if engine.world.rank == 0:
             state.objects[OBJECT] = self._object()
         return state
@@ -95,6 +101,8 @@ class Parts:
             "scaler": None if scaler is None else scaler.state_dict(),
             "schedule": schedule.state_dict() if isinstance(schedule, LRScheduler) else None,
             "extra": self._extra(),
+            "compress": self._wire.about(),
+            "reduction": engine.reducing.state(),
         }
 
     def _extra(self) -> dict[str, Any]:
@@ -105,16 +113,16 @@ class Parts:
         return {name: value for name, value in saved.items() if not isinstance(value, Tensor)}
 
     def _collect_optimizer(self, state: RankState) -> None:
-        optimizer = self._engine.optimizer
+        optimizer, prefix = self._engine.optimizer, self.local.optimizer_prefix
         for name, parameter in self._first_copies():
             plain: dict[str, Any] = {}
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    state.tensors[f"{OPTIMIZER}{name}/{key}"] = as_part(value)
+                    state.tensors[f"{prefix}{name}/{key}"] = as_part(value)
                 else:
                     plain[key] = value
-            if plain and self._is_first_holder(parameter):
-                state.objects[OPTIMIZER + name] = plain
+            if plain and (self.local.keeps_optimizer or self._is_first_holder(parameter)):
+                state.objects[prefix + name] = plain
 
     def _first_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank but for copies of what an earlier stage saves."""
@@ -178,6 +186,17 @@ class Parts:
                 target.copy_(value)
         if "step" in found:
             self._take_training(found, state)
+            self._take_wire(saved, found, load)
+            self.local.take(saved, load, dict(self._own_buffers()))
+        elif self._engine.rounds is not None:
+            self._engine.rounds.forget()
+
+    def _take_wire(self, saved: Saved, found: Mapping[str, Any], load: Load) -> None:
+        engine, about = self._engine, found.get("compress")
+        if engine._spread is not None:
+            self._wire.take(saved, about, load)
+        elif about is not None:  # it is not known yet which part of the model this rank has
+            engine.after_spreading = lambda: self._wire.take(saved, about, load)
 
     def _names_in(self, manifest: Manifest, aliases: Mapping[str, str]) -> dict[str, str]:
         """Where each parameter and buffer of this model is found; tied weights have many names."""
@@ -235,21 +254,22 @@ class Parts:
     ) -> dict[nn.Parameter, dict[str, Any]]:
         """Add memory for the optimizer's state; returns it by parameter."""
         keys: dict[str, list[str]] = {}
+        prefix = self.local.source(saved)
         for stored in saved.manifest.tensors:
-            if stored.startswith(OPTIMIZER):
-                name, _, key = stored.removeprefix(OPTIMIZER).rpartition("/")
+            if stored.startswith(prefix):
+                name, _, key = stored.removeprefix(prefix).rpartition("/")
                 keys.setdefault(name, []).append(key)
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for name, copies in self._engine._state.held.items():
             for parameter in copies:
                 own: dict[str, Any] = {}
                 for key in keys.get(name, ()):
-                    stored = f"{OPTIMIZER}{name}/{key}"
+                    stored = f"{prefix}{name}/{key}"
                     entry = saved.manifest.tensors[stored]
                     own[key] = empty_for(entry, like=parameter)
                     _add(parts, stored, [own[key]])
-                if OPTIMIZER + name in saved.manifest.objects:
-                    own |= saved.read_object(OPTIMIZER + name)
+                if prefix + name in saved.manifest.objects:
+                    own |= saved.read_object(prefix + name)
                 if own:
                     state[parameter] = own
         return state
@@ -271,6 +291,7 @@ class Parts:
             schedule.load_state_dict(found["schedule"])
         if found["extra"]:
             engine.model.load_state_dict(found["extra"], strict=False)
+        engine.reducing.take(found.get("reduction"))
         engine.steps_done = found["step"]
 
 

@@ -107,7 +107,7 @@ class Passes:
                 if last and engine.world.size > 1:
                     world = self._counted(local).clone()
                     work = dist.all_reduce(world, async_op=True)  # hidden behind the backward
-                    if engine.wiring is not None and engine.options["microbatch"] is not None:
+                    if self._needs_unit and engine.options["microbatch"] is not None:
                         work.wait()
                         self._tell_unit(world[1], divisor)
                 loss = term.total * (engine.layout.dp / divisor).to(term.total)
@@ -125,7 +125,7 @@ class Passes:
         items that the batch tells of. Others send after the last one, when all losses are known.
         """
         engine = self.engine
-        if engine.wiring is None:
+        if not self._needs_unit:
             return
         count = divisor.clone()
         if engine.options["microbatch"] is not None and engine.layout.zero > 1:
@@ -133,10 +133,16 @@ class Passes:
             dist.all_reduce(count)
         self._tell_unit(count, divisor)
 
+    @property
+    def _needs_unit(self) -> bool:
+        """Gradients that travel as they are may be multiples of anything."""
+        wiring = self.engine.wiring
+        return wiring is not None and wiring.compresses
+
     def _tell_unit(self, count: Tensor, divisor: Tensor) -> None:
         """The gradients to come are those of a mean over ``count``, taken by ``divisor``."""
         engine = self.engine
-        if engine.wiring is None:
+        if engine.wiring is None or not engine.wiring.compresses:
             return
         scaler = engine._precision.scaler
         factor = float(count / divisor) or 1.0
@@ -187,7 +193,7 @@ class Passes:
         if engine.clock is not None and ends_here:
             own = engine.clock.own_gradients(engine._parameters)
         try:
-            with own:
+            with own, engine.reducing.timing() if ends_here else contextlib.nullcontext():
                 (loss if scaler is None else scaler.scale(loss)).backward()
         except BaseException:
             # A process group must not be destroyed around a collective that is under way: Gloo's

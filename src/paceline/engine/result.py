@@ -50,21 +50,31 @@ class Numbers:
         _, _, _, *norm = self.read()
         return norm[0] if norm else None
 
+    @property
+    def problem(self) -> Problem | None:
+        """What was found to be wrong with them later, by all ranks alike."""
+        return None
+
 
 @dataclass
 class StepResult:
     """The outcome of ``Engine.step``; equal on every rank, but for ``seconds``.
 
     ``loss`` (the mean over the global batch), ``grad_norm`` (before clipping) and ``samples`` (of
-    the global batch) are read from the device when asked for. ``problem`` says why the parameters
-    were left alone, where they were.
+    the global batch) are read from the device when asked for. In a round of local steps asking
+    waits until all replicas are through with the step; their ``grad_norm`` is the mean of theirs.
     """
 
     step: int
     lr: float
     seconds: float
-    problem: Problem | None = None
+    _problem: Problem | None = field(default=None, repr=False, kw_only=True)
     _numbers: Numbers = field(repr=False, kw_only=True)
+
+    @property
+    def problem(self) -> Problem | None:
+        """Why the parameters were left alone (in a round: those of any replica), if they were."""
+        return self._problem if self._problem is not None else self._numbers.problem
 
     @property
     def loss(self) -> float:

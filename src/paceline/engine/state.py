@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.engine.checks import another_model, check_optimizer_state
 from paceline.engine.repoint import Held
+from paceline.engine.wire_parts import WireParts
 from paceline.parallel.spread import stage_group
 from paceline.parallel.whole import local, part_of, whole
 from paceline.world import collectives
@@ -24,6 +25,7 @@ class State:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._wire = WireParts(engine)
         saved = engine.model.state_dict(keep_vars=True)
         self._shapes = {
             name: tuple(value.shape) for name, value in saved.items() if isinstance(value, Tensor)
@@ -46,6 +48,8 @@ class State:
             "optimizer": self._optimizer(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "schedule": schedule.state_dict() if isinstance(schedule, LRScheduler) else None,
+            "compress": self._wire.whole(),
+            "reduction": engine.reducing.state(),
         }
 
     def model(self) -> dict[str, Any]:
@@ -93,6 +97,10 @@ class State:
         named = self._engine.model.named_buffers(remove_duplicate=False)
         return self._merged(_whole({n: b for n, b in named if not b.is_meta}))
 
+    def merged_whole(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of this rank's parameters by name, whole, with those of other stages."""
+        return self._merged(_whole(own))
+
     def _all_names(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = self._merged(_whole(own))
         return found | {name: found[first] for name, first in self._first.items() if first in found}
@@ -136,6 +144,8 @@ class State:
             scaler.load_state_dict(state["scaler"])
         if isinstance(schedule, LRScheduler) and state["schedule"] is not None:
             schedule.load_state_dict(state["schedule"])
+        self._wire.take_whole(state.get("compress"))
+        engine.reducing.take(state.get("reduction"))
         engine.steps_done = state["step"]
 
     @torch.no_grad()

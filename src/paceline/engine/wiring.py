@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.compress.exchange import Exchange
+from paceline.compress.hierarchy import Hierarchical, Levels
 from paceline.compress.hook import Hook
 from paceline.compress.options import Compression
 from paceline.compress.scatter import Cut, Scatter
@@ -16,6 +18,7 @@ from paceline.compress.wire import Wire
 from paceline.layout import Layout
 from paceline.parallel.exchanging import UnitParameter
 from paceline.parallel.spread import data_ranks
+from paceline.parallel.whole import cuts
 from paceline.world import World
 from paceline.world.group import backend_by_device
 
@@ -27,16 +30,39 @@ class Wiring:
         self, compression: Compression, model: nn.Module, layout: Layout, world: World
     ) -> None:
         self._names = {id(p): name for name, p in model.named_parameters()}
-        wire, waits = _wire(layout, world)
+        wire = _wire(layout, world)
         self.exchange = Exchange(compression, self._names, wire, whole=layout.tp == 1)
-        self.bucket_mib: float | None = None
-        self._hook = Hook(self.exchange, world.device, waits=waits)
+        self._hook = Hook(self.exchange, world.device, waits=not _by_nccl(world))
         # For each parameter, whatever its form: what a ring would send of it uncompressed.
         self.plain_bytes = 0.0
 
-    def know(self, held: Mapping[str, Sequence[nn.Parameter]]) -> None:
-        """The parameters that this rank trains, once the model is spread."""
-        self._names.update({id(p): name for name, own in held.items() for p in own})
+    def know(self, held: Mapping[str, Sequence[nn.Parameter]], tied: Iterable[str]) -> None:
+        """The parameters that this rank trains, once the model is spread.
+
+        Copies of a weight, ``tied`` over pipeline stages or whole on all tensor-parallel ranks,
+        must get equal gradients, whatever else travels with each of them.
+        """
+        exchange = self.exchange
+        for name, own in held.items():
+            for number, parameter in enumerate(own):
+                known = name if number == 0 else f"{name} (copy {number})"
+                self._names[id(parameter)] = known
+                if name in tied:
+                    exchange.left_plain.add(known)
+                elif "tp" not in cuts(parameter):
+                    exchange.alike.add(known)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything travels in another form than its own."""
+        return self.exchange.options.formats is not None
+
+    def go_by(self, levels: Levels | None) -> None:
+        """Sum in two levels from now on, or in one ring."""
+        before = self.exchange.wire
+        wire = Wire(before.group) if levels is None else Hierarchical(before.group, levels)
+        wire.sent = before.sent
+        self.exchange.wire = wire
 
     @property
     def is_due(self) -> bool:
@@ -76,18 +102,26 @@ class Wiring:
         self._hook.close()
 
 
-def _wire(layout: Layout, world: World) -> tuple[Wire, bool]:
-    """The wire of this rank's copies of the model; and whether its messages make the host wait."""
+def group_for_gradients(world: World, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """The process group by which gradients of ``ranks`` travel. Every rank asks for it.
+
+    Where messages make the host wait, a thread of its own sends them.
+    """
+    if _by_nccl(world):
+        return world.group(ranks).process_group
+    made = world.background_group("gradients", ranks)
+    return made if world.rank in ranks else None
+
+
+def _wire(layout: Layout, world: World) -> Wire:
+    """The wire between this rank's copies of the model."""
     if layout.dp == 1:
-        return Wire(None), True
-    groups = {ranks: world.group(ranks) for ranks in data_ranks(world, layout)}
-    own = next(ranks for ranks in groups if world.rank in ranks)
-    process_group = groups[own].process_group
-    assert process_group is not None
-    if backend_by_device(process_group).get(world.device.type) == "nccl":
-        return Wire(process_group), False
-    for ranks in groups:  # every rank makes every group
-        made = world.background_group("gradients", ranks)
-        if ranks == own:
-            process_group = made
-    return Wire(process_group), True
+        return Wire(None)
+    groups = {ranks: group_for_gradients(world, ranks) for ranks in data_ranks(world, layout)}
+    return Wire(next(group for ranks, group in groups.items() if world.rank in ranks))
+
+
+def _by_nccl(world: World) -> bool:
+    """Whether gradients travel on streams of a GPU, and nothing makes the host wait."""
+    group = world.everyone.process_group
+    return group is not None and backend_by_device(group).get(world.device.type) == "nccl"

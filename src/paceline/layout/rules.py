@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import LayoutError
@@ -26,6 +26,11 @@ class Request:
     shard_dtype: str | None = None
     compress: str | None = None
     """The formats in which gradients travel, where not as they are."""
+    reduction: Sequence[str] = ()
+    """What was asked of how gradients are summed, such as ``bucket_mib='tuned'``."""
+    local_start: int | None = None
+    """How many synchronous steps come before the local ones; ``None``: there are no local ones."""
+    sync_batchnorm: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,74 @@ def _copies_are_summed_by_fsdp(request: Request) -> str | None:
     )
 
 
+def _sums_need_copies(request: Request) -> str | None:
+    zero = request.layout.zero
+    if not zero or not request.reduction:
+        return None
+    return (
+        f"reduction: {', '.join(request.reduction)}: with zero={zero} FSDP2 sums gradients unit by "
+        "unit, at the ranks that keep them. Leave it out; replicas=2 and up keeps gathering and "
+        "most sums within a copy of the model, such as a node."
+    )
+
+
+def _tuning_needs_overlap(request: Request) -> str | None:
+    layout = request.layout
+    if "bucket_mib='tuned'" not in request.reduction or layout.tp == layout.pp == 1:
+        return None
+    return (
+        "reduction: bucket_mib='tuned' weighs buckets that leave early against few messages, but "
+        f"with tp={layout.tp} and pp={layout.pp} all leave after the backward. Give a number, or "
+        "leave bucket_mib out."
+    )
+
+
+def _tuning_needs_plain_bytes(request: Request) -> str | None:
+    if "bucket_mib='tuned'" not in request.reduction or request.compress is None:
+        return None
+    return (
+        "reduction: bucket_mib='tuned' reckons with gradients that travel as they are; what "
+        f"compress: {request.compress} takes to make and to send is not known to it. Give a "
+        "number, or leave one of them out."
+    )
+
+
+def _replicas_hold_the_whole_model(request: Request) -> str | None:
+    layout = request.layout
+    if request.local_start is None:
+        return None
+    for axis in ("zero", "tp", "pp"):
+        value = getattr(layout, axis)
+        if value > (0 if axis == "zero" else 1):
+            return (
+                f"local steps: {axis}={value} spreads a model over ranks that need each other in "
+                "every step, but a replica that trains alone holds a whole model on one rank. "
+                f"Leave {axis} out, or local_steps."
+            )
+    if request.device_map:
+        return "local steps: a device map is for one process, which has no replicas to meet."
+    if request.sync_batchnorm:
+        return (
+            "local steps: sync_batchnorm normalises over all ranks' samples in every forward, but "
+            "replicas that train alone do not wait for each other. Leave one of them out."
+        )
+    return None
+
+
+def _rounds_exchange_no_gradients(request: Request) -> str | None:
+    if request.local_start != 0:
+        return None
+    for name, asked in (("compress", request.compress), ("reduction", request.reduction)):
+        if asked:
+            return (
+                f"local steps: {name} is about how gradients travel, and replicas that train alone "
+                "from the first step on (start=0) send none. Leave it out, use "
+                "local_steps.exchange for what they send when they meet, or start with some "
+                "synchronous steps (local_steps.start), for which it counts."
+            )
+    return None
+
+
 RULES = (
     Rule("axis-not-available", _axis_not_available),
     Rule("replicas-need-zero", _replicas_need_zero),
@@ -168,9 +241,14 @@ RULES = (
     Rule("pipeline-runs-backward", _pipeline_runs_backward),
     Rule("own-loop-has-no-sample", _own_loop_has_no_sample),
     Rule("device-map-is-one-process", _device_map_is_one_process),
+    Rule("replicas-hold-the-whole-model", _replicas_hold_the_whole_model),
+    Rule("rounds-exchange-no-gradients", _rounds_exchange_no_gradients),
     Rule("matrices-need-whole-gradients", _matrices_need_whole_gradients),
     Rule("residuals-are-cut-once", _residuals_are_cut_once),
     Rule("copies-are-summed-by-fsdp", _copies_are_summed_by_fsdp),
+    Rule("sums-need-copies", _sums_need_copies),
+    Rule("tuning-needs-overlap", _tuning_needs_overlap),
+    Rule("tuning-needs-plain-bytes", _tuning_needs_plain_bytes),
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.parallel.exchanging import Averaging
 from paceline.parallel.whole import local
 
-_BUCKET_BYTES = 25 * 2**20
+_BUCKET_MIB = 25.0
 
 
 @torch.no_grad()
@@ -19,6 +19,7 @@ def average_gradients(
     parameters: Sequence[nn.Parameter],
     group: dist.ProcessGroup,
     averaging: Averaging | None = None,
+    bucket_mib: float | None = None,
 ) -> None:
     """Average the gradients of ``parameters`` over ``group``, after the last backward of a step.
 
@@ -30,12 +31,12 @@ def average_gradients(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     if averaging is not None:
-        exchange(used, averaging)
+        exchange(used, averaging, bucket_mib)
         return
     gradients = [local(p.grad) for p in used if p.grad is not None]
     size = dist.get_world_size(group)
     pending = []
-    for bucket in _buckets(gradients):
+    for bucket in _buckets(gradients, bucket_mib):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, flat, work in pending:
@@ -46,11 +47,13 @@ def average_gradients(
             gradient.copy_(part.view_as(gradient))
 
 
-def exchange(parameters: Sequence[nn.Parameter], averaging: Averaging) -> None:
+def exchange(
+    parameters: Sequence[nn.Parameter], averaging: Averaging, bucket_mib: float | None = None
+) -> None:
     """Average the gradients that ``parameters`` have by ``averaging``, in buckets."""
     pairs = [(p, local(p.grad)) for p in parameters if p.grad is not None]
     owners = {id(gradient): parameter for parameter, gradient in pairs}
-    for slot, bucket in enumerate(_buckets([gradient for _, gradient in pairs])):
+    for slot, bucket in enumerate(_buckets([gradient for _, gradient in pairs], bucket_mib)):
         averaging.average([owners[id(gradient)] for gradient in bucket], bucket, slot)
 
 
@@ -68,12 +71,13 @@ def _used_anywhere(
             yield parameter
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(tensors: Sequence[Tensor], mib: float | None) -> Iterator[list[Tensor]]:
     """Tensors of one dtype, in their order, up to a size that keeps the links busy."""
+    enough = (mib or _BUCKET_MIB) * 2**20
     open_buckets: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         bucket = open_buckets.setdefault(tensor.dtype, [])
         bucket.append(tensor)
-        if sum(t.numel() * t.element_size() for t in bucket) >= _BUCKET_BYTES:
+        if sum(t.numel() * t.element_size() for t in bucket) >= enough:
             yield open_buckets.pop(tensor.dtype)
     yield from open_buckets.values()

@@ -32,6 +32,7 @@ from paceline.parallel.shard import Sharded, Sharding, shard
 from paceline.parallel.shard_units import find_units
 from paceline.parallel.spread import Context, LossFirst, Spread, stage_group
 from paceline.parallel.tensor import TensorParallel, TensorPlan, apply_plan, make_plan, mixing
+from paceline.wire import Reduction
 from paceline.world import World, collectives
 
 
@@ -45,8 +46,12 @@ class Ways:
     recompute: Recompute | None = None
     compile: bool = False
     compress: str | None = None
+    reduction: Reduction = field(default_factory=Reduction)
     device_map: str | Mapping[str, DeviceLike] | None = None
     max_memory: Mapping[DeviceLike, int | str] | None = None
+    local_start: int | None = None
+    """Synchronous steps before local ones; ``None``: there are no local ones."""
+    sync_batchnorm: bool = False
 
 
 def check_layout(layout: Layout, ways: Ways, **more: bool) -> None:
@@ -60,6 +65,9 @@ def check_layout(layout: Layout, ways: Ways, **more: bool) -> None:
             recompute=None if ways.recompute is None else ways.recompute.mode,
             device_map=ways.device_map is not None,
             compress=ways.compress,
+            reduction=ways.reduction.asked,
+            local_start=ways.local_start,
+            sync_batchnorm=ways.sync_batchnorm,
             **more,
         )
     )
@@ -120,7 +128,7 @@ def spread(
         if pipeline is not None:
             pipeline.copy_tied()
     if layout.zero == 0 and layout.dp > 1 and pipeline is None and layout.tp == 1:
-        called = replicate(module, world.device, averaging)
+        called = replicate(module, world.device, averaging, bucket_mib=ways.reduction.static_mib)
     return Spread(
         called,
         model,
@@ -132,6 +140,7 @@ def spread(
         devices=devices,
         tensor_plan=plan,
         averaging=averaging,
+        bucket_mib=ways.reduction.static_mib,
     )
 
 

@@ -20,10 +20,6 @@ class Averaging(Protocol):
     """The engine gives one to a layout whose gradients are to travel in another form."""
 
     @property
-    def bucket_mib(self) -> float | None:
-        """How many MiB of gradients DDP puts in a message; ``None``: its own choice."""
-
-    @property
     def is_due(self) -> bool:
         """Whether a rank without others has something to add to its gradients."""
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.parallel.exchanging import Averaging
 from paceline.world import Group
 
+_ONE_BUCKET_MIB = 2.0**40  # DDP counts bytes in 64 bits, and knows no infinity
 # Buffers are sent once a step instead: see sync_buffers. torch 2.13 renamed the option, and warns
 # about the old name.
 _NO_BUFFER_SYNC: dict[str, Any] = {
@@ -26,11 +27,18 @@ _NO_BUFFER_SYNC: dict[str, Any] = {
 
 
 def replicate(
-    module: nn.Module, device: torch.device, averaging: Averaging | None = None
+    module: nn.Module,
+    device: torch.device,
+    averaging: Averaging | None = None,
+    *,
+    bucket_mib: float | None = None,
+    sync: bool = True,
 ) -> DistributedDataParallel:
     """Wrap ``module`` so that its gradients are averaged over all ranks during backward.
 
-    By ``averaging``, where it is given, else by DDP's own all-reduces.
+    By ``averaging``, where it is given, else by DDP's own all-reduces; in buckets of
+    ``bucket_mib``, else of DDP's own 25 MiB. Without ``sync`` the ranks are known to hold the same
+    parameters, which need not be sent.
 
     ``find_unused_parameters`` is always on, for two reasons beyond unused parameters themselves.
     Without it DDP lays its buckets out anew after the first backward; a sum over three or more
@@ -39,7 +47,7 @@ def replicate(
     a step without running the model. The cost is a walk over the graph (benchmarks/overhead.py).
     """
     _use_up_the_notice(device)
-    wrapped = _wrap(module, device, None if averaging is None else averaging.bucket_mib)
+    wrapped = _wrap(module, device, bucket_mib, sync=sync)
     if averaging is not None:
         # A lambda, since torch insists on certain annotations where there are any.
         wrapped.register_comm_hook(None, lambda state, bucket: averaging.hook(bucket))
@@ -47,11 +55,12 @@ def replicate(
 
 
 def _wrap(
-    module: nn.Module, device: torch.device, bucket_mib: float | None = None
+    module: nn.Module, device: torch.device, bucket_mib: float | None = None, *, sync: bool = True
 ) -> DistributedDataParallel:
     return DistributedDataParallel(
         module,
-        bucket_cap_mb=bucket_mib,
+        bucket_cap_mb=None if bucket_mib is None else min(bucket_mib, _ONE_BUCKET_MIB),
+        init_sync=sync,
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=True,
         gradient_as_bucket_view=True,

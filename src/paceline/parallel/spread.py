@@ -45,6 +45,7 @@ class Spread:
         devices: Sequence[torch.device] = (),
         tensor_plan: TensorPlan | None = None,
         averaging: Averaging | None = None,
+        bucket_mib: float | None = None,
     ) -> None:
         self.module, self.model = module, model
         self.layout, self.world = layout, world
@@ -53,7 +54,7 @@ class Spread:
         self.context = context
         self.devices = devices
         self.tensor_plan = tensor_plan  # print it, or pipeline.plan, to see what was decided
-        self._averaging = averaging
+        self._averaging, self._bucket_mib = averaging, bucket_mib
         self.place = layout.place(world.rank)
         self.data_group = data_group(world, layout)
         self.held = self._held()
@@ -100,14 +101,25 @@ class Spread:
             return term
         return Term(plain(term.total), term.count, plain(term.output))
 
+    def rewire(self, averaging: Averaging | None, bucket_mib: float | None) -> None:
+        """Have gradients go another way, or in other buckets, from the next step on."""
+        self._averaging, self._bucket_mib = averaging, bucket_mib
+        self.follow_freezing()
+
     def follow_freezing(self) -> None:
         """Wrap the module anew after parameters were frozen: DDP averages those it was shown."""
         if isinstance(self.module, DistributedDataParallel):
             inner = self.module.module
             self.module = inner  # takes its hooks off the parameters before new ones are put on
-            self.module = replicate(inner, self.world.device, self._averaging)
-            if self._averaging is not None:
-                self._averaging.rewired()
+            self.module = replicate(
+                inner,
+                self.world.device,
+                self._averaging,
+                bucket_mib=self._bucket_mib,
+                sync=False,
+            )
+        if self._averaging is not None:
+            self._averaging.rewired()
 
     def reset(self) -> None:
         """Forget a step that failed half way."""
@@ -124,9 +136,9 @@ class Spread:
         if not self.is_plain and self.layout.zero == 0 and self.layout.dp > 1:
             group = self.data_group.process_group
             assert group is not None
-            average_gradients(parameters, group, self._averaging)
+            average_gradients(parameters, group, self._averaging, self._bucket_mib)
         elif self.layout.dp == 1 and self._averaging is not None and self._averaging.is_due:
-            exchange(parameters, self._averaging)
+            exchange(parameters, self._averaging, self._bucket_mib)
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether this rank adds its part of ``parameter`` to the norm, being the first with it."""
@@ -137,6 +149,13 @@ class Spread:
         first_of_tp = "tp" in cut or self.place.tp == 0
         first_of_shards = "shards" in cut or shard == 0
         return copy == 0 and first_of_tp and first_of_shards
+
+    @property
+    def tied(self) -> set[str]:
+        """The parameters of which several pipeline stages hold a copy."""
+        if self.pipeline is None:
+            return set()
+        return {name for name, stages in self.pipeline.plan.holders.items() if len(stages) > 1}
 
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether it is a copy of a tied weight that an earlier pipeline stage holds too."""

@@ -10,12 +10,13 @@ from paceline.events import (
     StepDone,
     StepSplit,
     Straggler,
+    WireUsed,
 )
 
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "activations", "peak", "current")
 
 
-Numbers = StepDone | EvalDone | EpochDone | MemoryMeasured | StepSplit | Straggler
+Numbers = StepDone | EvalDone | EpochDone | MemoryMeasured | StepSplit | Straggler | WireUsed
 """The events that hold numbers worth a curve."""
 
 
@@ -33,6 +34,9 @@ def scalars(event: Event) -> list[tuple[str, float]]:
             return [(f"memory/{name}", float(max(getattr(event, name)))) for name in MEMORY]
         case StepSplit():
             return _of_split(event)
+        case WireUsed():
+            # The rank that sends most is the one that the others wait for.
+            return [("wire/bytes_per_step", max(event.bytes_sent) / event.steps)]
         case Straggler():
             return [("straggler/seconds", event.costs), ("straggler/rank", float(event.rank))]
         case _:

@@ -18,9 +18,10 @@ from paceline.events import (
     RunFinished,
     RunStarted,
     StepDone,
+    WireUsed,
     read,
 )
-from paceline.track.pace import duration, number, plural, rate
+from paceline.track.pace import duration, number, plural, rate, size
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Summary:
     """How the run ended; ``None`` while it goes on, or when it was cut short."""
     restarts: list[Restarting] = field(default_factory=list)
     """Every time the ranks were started again without anybody asking."""
+    wire: list[WireUsed] = field(default_factory=list)
+    """What gradients cost on the wire, where that was counted, since the latest start."""
     samples: int = 0
     training_seconds: float = 0.0
 
@@ -57,6 +60,7 @@ class Summary:
         if isinstance(event, RunStarted):
             self.finished = None
             self.samples, self.training_seconds = 0, 0.0
+            self.wire = []
         elif isinstance(event, StepDone):
             self.step = event
             self.samples += event.samples
@@ -69,6 +73,8 @@ class Summary:
             self.checkpoint = event
         elif isinstance(event, RunFinished):
             self.finished = event
+        elif isinstance(event, WireUsed):
+            self.wire.append(event)
         elif isinstance(event, Restarting):
             self.restarts.append(event)
 
@@ -83,6 +89,8 @@ class Summary:
                 if name == "loss" and self.baseline is not None:
                     line += f"  ({self.baseline.name}: {number(self.baseline.loss)})"
                 lines.append(line)
+        if self.wire:
+            lines.append(f"  on the wire      {self._wire()}")
         if self.checkpoint is not None:
             lines.append(f"  checkpoint       {self.checkpoint.path}")
         if self.restarts:
@@ -90,6 +98,13 @@ class Summary:
             told = ", ".join(f"{times} × {reason}" for reason, times in reasons.items())
             lines.append(f"  restarts         {told} (paceline diagnose tells more)")
         return lines
+
+    def _wire(self) -> str:
+        steps = sum(event.steps for event in self.wire)
+        sent = sum(max(event.bytes_sent) for event in self.wire) // steps
+        plain = sum(max(event.bytes_plain) for event in self.wire) // steps
+        told = f"{size(sent)} of gradients a step and rank"
+        return f"{told}, instead of {size(plain)}" if sent < plain else told
 
     def _headline(self) -> str:
         if self.finished is None:

@@ -19,6 +19,7 @@ from paceline.events import (
     StepDone,
     StepSplit,
     Straggler,
+    WireUsed,
 )
 
 
@@ -36,6 +37,8 @@ class History:
     epochs: list[EpochDone] = field(default_factory=list)
     splits: list[StepSplit] = field(default_factory=list)
     """Where the time of the steps went, by rank."""
+    wire: list[WireUsed] = field(default_factory=list)
+    """The bytes of gradients that each rank sent, where that was counted."""
     stragglers: list[Straggler] = field(default_factory=list)
     hangs: list[HangFound] = field(default_factory=list)
     restarts: list[Restarting] = field(default_factory=list)
@@ -78,6 +81,8 @@ class History:
             self.seconds += event.seconds
         elif isinstance(event, StepSplit):
             self.splits.append(event)
+        elif isinstance(event, WireUsed):
+            self.wire.append(event)
         elif isinstance(event, Straggler):
             self.stragglers.append(event)
         elif isinstance(event, HangFound):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.sharded.saver import Outcome
 from paceline.data import Loader
 from paceline.engine import StepResult
-from paceline.errors import CheckpointError, NonFiniteError
+from paceline.engine.late import LAG
+from paceline.errors import NonFiniteError
 from paceline.events import (
-    CheckpointFailed,
-    CheckpointSaved,
     EpochDone,
     EvalDone,
     MemoryMeasured,
@@ -26,10 +23,12 @@ from paceline.events import (
 from paceline.trainer.callbacks import CallbackStates, sign_of, value_of
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
+from paceline.trainer.loop_saves import Saves, due
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.saving import Checkpoints, Restored
 from paceline.trainer.splitting import StepSplits
 from paceline.trainer.stopping import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
+from paceline.trainer.wire_reports import WireReports
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
@@ -59,23 +58,23 @@ class Loop:
         self.total_steps, self.epochs = total_steps, epochs
         self.reporter, self.stops = reporter, stops
         self.splits = StepSplits(self.engine, trainer.split_every, reporter.emit)
+        self.wire = WireReports(self.engine, reporter.emit)
         self.pulse = self.world.pulse
         self.checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.add("loop", self)
             checkpoints.add("callbacks", CallbackStates(trainer.callbacks, reporter))
+        self.saves = Saves(
+            trainer, checkpoints, reporter, stops, catch_up=self._catch_up, each=self._each
+        )
         self.started = time.perf_counter()
         self.epoch_loss, self.epoch_samples, self.epoch_seconds = 0.0, 0, 0.0
         self.last_metrics: dict[str, float] = {}
-        self.evaluated_at = self.saved_at = -1
+        self.evaluated_at = -1
         self.evaluation_due = False
         self.best: list[float] = []  # of the metric to keep the best by, smaller is better
         self.samples = 0
         self._steps_run = 0
-        self._snapshots_failed = False
-        self._snapped_at = -1
-        self._longest_save = 0.0
-        self._saved_time = time.monotonic()  # clocks on the wall may go back
         self._unreported: list[tuple[int, StepResult, float]] = []
 
     def run(self) -> History:
@@ -104,14 +103,17 @@ class Loop:
             while request == GO_ON and not self._finished():
                 request = self._run_epoch()
             if request < LEAVE:
+                self._meet()
                 self._evaluate()
         except Interrupted:
             request = self.stops.agreed
         if request >= LEAVE:
-            self._save_and_leave()
+            self.saves.save_and_leave(**self._beside_state())
         elif self.trainer.checkpoint.at_end:
             self._save("stop" if request else "end")
-        self._report_saves(last=True)
+        self.splits.finish()
+        self.wire.finish()
+        self.saves.report(last=True)
         history = self._finish(_REASONS.get(request, "stopped"))
         self._each("on_fit_end", self.trainer, history)
         return history
@@ -132,11 +134,16 @@ class Loop:
             result = self._step(batch)
             self.pulse.enter("other")
             self.splits.after(result.step)
+            self.wire.after(result.step)
+            for message in self.engine.take_notes():
+                self.reporter.emit(Note(message=message))
             self._step_done(epoch, result, time.perf_counter() - waited_from)
+            if self._finished():
+                self._meet()
             over = self.train.epoch > epoch
             if over:
                 self._epoch_done(epoch)
-            if _due(self.trainer.evaluation.every, result.step):
+            if due(self.trainer.evaluation.every, result.step):
                 self._evaluate()
             request = self._save_if_due(result.step, epoch_over=over)
             if request != GO_ON or self._finished():
@@ -150,8 +157,8 @@ class Loop:
 
     def _step(self, batch: Any) -> StepResult:
         self._steps_run += 1
-        if self._steps_run == 2 and self.checkpoints is not None and self._saves_on_the_way():
-            self.checkpoints.reserve()  # the state has had its final size since the first step
+        if self._steps_run == 2:
+            self.saves.reserve()
         # The second: the first spreads the model and makes the optimizer's state.
         if not self.trainer.measure_memory or self._steps_run != 2:
             return self.engine.step(batch)
@@ -180,9 +187,16 @@ class Loop:
     def _step_done(self, epoch: int, result: StepResult, seconds: float) -> None:
         self._unreported.append((epoch, result, seconds))
         # Reading a loss waits for the GPU: read the one before, while the GPU works on this one.
-        if len(self._unreported) > (0 if self.world.device.type == "cpu" else 1):
+        # In a round of local steps it waits for the other replicas: they may be steps behind.
+        behind = 0 if self.world.device.type == "cpu" else 1
+        while len(self._unreported) > (LAG if self.engine.in_round else behind):
             self._report(*self._unreported.pop(0))
         self._each("on_step_end", self.trainer, result)
+
+    def _meet(self) -> None:
+        """At the end replicas that trained alone become one model; what was done before is old."""
+        if self.engine.meet():
+            self.evaluated_at = self.saves.saved_at = -1
 
     def _catch_up(self) -> None:
         """Report what has been done so far, before anything that depends on it."""
@@ -281,140 +295,18 @@ class Loop:
     # ------------------------------------------------------------------ state
 
     def _save_if_due(self, step: int, *, epoch_over: bool) -> int:
-        """Save where it is time to, and hear what the ranks were asked meanwhile."""
-        options, checkpoints = self.trainer.checkpoint, self.checkpoints
-        if checkpoints is None:
-            return self.stops.agree()
-        if step and _due(options.memory_every, step):
-            self._snapshot(checkpoints)
-        if step and _due(options.every, step):
-            self._save("every")
-        elif epoch_over and options.every_epoch:
-            self._save("epoch")
-        minutes = options.every_minutes
-        passed = (time.monotonic() - self._saved_time) / 60
-        agreed = self.stops.agree_after_step(
-            save=minutes is not None and self.world.is_main and passed >= minutes,
-            busy=checkpoints.busy,
-        )
-        if agreed.save:
-            self._save("minutes" if minutes is not None else "asked")
-        elif not agreed.busy:
-            self._report_saves()
-        return agreed.request
-
-    def _saves_on_the_way(self) -> bool:
-        options = self.trainer.checkpoint
-        return bool(options.every or options.every_minutes or options.every_epoch)
-
-    def _snapshot(self, checkpoints: Checkpoints) -> None:
-        """Keep the state in memory; where there is no room, the run goes on without."""
-        if self._snapshots_failed:
-            return
-        self._catch_up()
-        try:
-            with self.pulse.during("checkpoint"):
-                checkpoints.snapshot()
-            self._snapped_at = self.engine.steps_done
-        except CheckpointError as error:
-            if self.trainer.checkpoint.on_failure == "stop":
-                raise
-            self._snapshots_failed = True
-            step = self.engine.steps_done
-            told = f"{error} No more copies are kept in memory in this run."
-            self.reporter.emit(CheckpointFailed(step=step, reason="memory", error=told))
-
-    def _save_and_leave(self) -> None:
-        """Save because of a signal, and say so where the time may not be enough for it.
-
-        A save of this step that is under way is not begun anew; one of an earlier step comes first.
-        """
-        grace = self.trainer.grace
-        if grace is not None and self.saved_at != self.engine.steps_done:
-            self._hear_of_saves(wait=True)
-            needed, since = self.stops.most_seconds(self._longest_save)
-            if needed > grace - since:
-                self._tell_short_of_time(needed, grace, since)
-        self._save("stop")
-
-    def _tell_short_of_time(self, needed: float, grace: float, since: float) -> None:
-        step = self.engine.steps_done
-        told = (
-            f"step {step} is being saved, but that took up to {needed:.0f} s so far, and of the "
-            f"{grace:.0f} s before the ranks are ended {max(grace - since, 0):.0f} are left"
-        )
-        if self.trainer.checkpoint.memory_every is not None and self.checkpoints is not None:
-            if self._snapped_at != step:
-                self._snapshot(self.checkpoints)
-            if self._snapped_at == step:
-                told += "; a copy is in memory"
-        self.reporter.emit(Note(message=told, level="warning"))
+        return self.saves.if_due(step, epoch_over=epoch_over, **self._beside_state())
 
     def _save(self, reason: str) -> None:
-        """Begin a checkpoint of this step, unless there is one already. A collective."""
-        step = self.engine.steps_done
-        if self.checkpoints is None or self.saved_at == step:
-            return
-        self._catch_up()
-        self.saved_at = step
-        metrics = self.last_metrics if self.evaluated_at == step else {}
-        info = {"epoch": self.trainer.epoch}
-        self.pulse.pause()
-        with self.pulse.during("checkpoint"):
-            self.checkpoints.save(reason=reason, metrics=metrics, info=info)
-        self._saved_time = time.monotonic()
-        if not self.trainer.checkpoint.asynchronous:
-            self._report_saves()
+        self.saves.save(reason, **self._beside_state())
 
-    def _report_saves(self, *, last: bool = False) -> None:
-        """Tell how saves ended; ``last`` waits for the one being written and wants it good."""
-        ended = self._hear_of_saves(wait=last)
-        failed = ended[-1].error if ended else None
-        if failed is not None and (last or self.trainer.checkpoint.on_failure == "stop"):
-            raise CheckpointError(failed)
-
-    def _hear_of_saves(self, *, wait: bool) -> list[Outcome]:
-        """As :meth:`tell_saves`, and the callbacks hear of those that are good."""
-        ended = self.tell_saves(wait=wait)
-        for outcome in ended:
-            path = outcome.path
-            if outcome.error is None:
-                self._each("on_checkpoint", self.trainer, path if "://" in path else Path(path))
-        return ended
-
-    def tell_saves(self, *, wait: bool) -> list[Outcome]:
-        """Report the saves that ended; with ``wait``, also the one that is being written."""
-        if self.checkpoints is None:
-            return []
-        with self.pulse.during("checkpoint"):
-            ended = self.checkpoints.finished(wait=wait)
-        for outcome, reason, stalled in ended:
-            if outcome.error is not None:
-                self.reporter.emit(
-                    CheckpointFailed(step=outcome.step, reason=reason, error=outcome.error)
-                )
-                continue
-            self._longest_save = max(self._longest_save, outcome.seconds)
-            self.reporter.emit(
-                CheckpointSaved(
-                    step=outcome.step,
-                    path=self._shown(outcome.path),
-                    bytes=outcome.bytes,
-                    seconds=outcome.seconds,
-                    stalled=stalled,
-                    reason=reason,
-                )
-            )
-            if outcome.warning is not None:
-                self.reporter.emit(Note(level="warning", message=outcome.warning))
-        return [outcome for outcome, _, _ in ended]
-
-    def _shown(self, path: str) -> str:
-        """As the user wrote the run's folder."""
-        run_dir, shown = self.trainer.run_dir, self.trainer.shown_dir
-        if run_dir is not None and shown is not None and Path(path).is_relative_to(run_dir):
-            return str(shown / Path(path).relative_to(run_dir))
-        return path
+    def _beside_state(self) -> dict[str, Any]:
+        """What a checkpoint of this step says of it, beside the state."""
+        is_evaluated = self.evaluated_at == self.engine.steps_done
+        return {
+            "info": {"epoch": self.trainer.epoch},
+            "metrics": self.last_metrics if is_evaluated else {},
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is, beside what engine and loader know."""
@@ -435,7 +327,7 @@ class Loop:
 
     def went_on(self, restored: Restored) -> None:
         """A checkpoint was restored: to the bit at the same layout, to rounding at another."""
-        self.saved_at = self.engine.steps_done
+        self.saves.saved_at = self.engine.steps_done
         self.trainer.epoch = self.train.epoch
         if not restored.has_random:
             self.reporter.emit(
@@ -488,7 +380,3 @@ class Loop:
             with self.pulse.during("callbacks"):
                 for callback in self.trainer.callbacks:
                     getattr(callback, method)(*arguments)
-
-
-def _due(every: int | None, step: int) -> bool:
-    return every is not None and step % every == 0

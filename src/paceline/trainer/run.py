@@ -132,6 +132,8 @@ def engine_options(config: Config, train: Any, layout: Layout | None = None) -> 
         checkpoint_activations=config.checkpoint_activations,
         device_map=config.device_map,
         compress=config.compress.options(),
+        local_steps=config.local_steps.options(),
+        reduction=config.reduction.options(),
     )
 
 

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from paceline.diagnose.pulse import PHASES
 from paceline.diagnose.stragglers import Verdicts, find
 from paceline.engine import Engine
+from paceline.engine.late import LAG
 from paceline.engine.split import Clock, make_clock
 from paceline.events import Event, StepSplit
 from paceline.world import collectives
@@ -37,6 +39,7 @@ class StepSplits:
         self._steps_run = 0
         self._running: Clock | None = None
         self._ended: list[_Ended] = []
+        self._told: list[_Told] = []
         self._hosts: list[str] = []
         self._verdicts = Verdicts()
 
@@ -45,6 +48,8 @@ class StepSplits:
         if self._every is None:
             return
         self._steps_run += 1
+        if not self._hosts:
+            self._hosts = collectives.all_gather_object(socket.gethostname())
         if step % self._every == 0 and self._running is not None:
             self._running.stop()
             self._ended.append(_Ended(step, self._running))
@@ -53,32 +58,48 @@ class StepSplits:
             self._running = self._engine.clock = make_clock(self._world.pulse, self._engine.device)
             self._running.start()
         if self._ended and step >= self._ended[0].step + self._lag:
-            self._exchange(self._ended.pop(0))
+            self._told.append(self._tell(self._ended.pop(0)))
+        if self._told and (not self._engine.in_round or step >= self._told[0].step + LAG):
+            self._judge(self._told.pop(0))
 
-    def _exchange(self, ended: _Ended) -> None:
+    def finish(self) -> None:
+        """The run ends: hear what is still on its way. A collective."""
+        while self._told:
+            self._judge(self._told.pop(0))
+
+    def _tell(self, ended: _Ended) -> _Told:
+        """Send this rank's times; replicas that train alone do not wait for the others'."""
         spent = ended.clock.read()
         own = torch.tensor([spent[phase] / self._steps for phase in PHASES], dtype=torch.float64)
+        if self._world.size == 1:
+            return _Told(ended.step, [own], None)
         everyone = [torch.empty_like(own) for _ in range(self._world.size)]
-        with self._world.pulse.during("waiting"):
-            if self._world.size == 1:
-                everyone = [own]
-            else:
-                dist.all_gather(everyone, own, group=self._world.everyone.cpu_group)
-            if not self._hosts:
-                self._hosts = collectives.all_gather_object(socket.gethostname())
-        by_rank = torch.stack(everyone)
+        group = self._world.everyone.cpu_group
+        return _Told(ended.step, everyone, dist.all_gather(everyone, own, group, async_op=True))
+
+    def _judge(self, told: _Told) -> None:
+        if told.work is not None:
+            with self._world.pulse.during("waiting"):
+                told.work.wait()
+        by_rank = torch.stack(told.everyone)
         phases = {
             phase: [round(seconds, 6) for seconds in by_rank[:, index].tolist()]
             for index, phase in enumerate(PHASES)
         }
-        self._report(StepSplit(step=ended.step, steps=self._steps, phases=phases))
+        self._report(StepSplit(step=told.step, steps=self._steps, phases=phases))
         layout = self._engine.layout
         stages = [layout.place(rank).pp for rank in range(self._world.size)]
-        found = find(phases, self._hosts, alike=stages, step=ended.step)
-        if (told := self._verdicts.add(found)) is not None:
-            self._report(told)
+        found = find(phases, self._hosts, alike=stages, step=told.step)
+        if (verdict := self._verdicts.add(found)) is not None:
+            self._report(verdict)
 
 
 class _Ended(NamedTuple):
     step: int
     clock: Clock
+
+
+class _Told(NamedTuple):
+    step: int
+    everyone: list[Tensor]
+    work: dist.Work | None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import deque
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from paceline.engine.late import LAG
 from paceline.launch.codes import PEER_LEAVES, TOLD_TO_LEAVE
 from paceline.world import World
 
@@ -55,6 +58,7 @@ class StopRequests:
         """What the ranks agreed on last."""
         self.reason = ""
         self._signalled: float | None = None
+        self._begun: deque[tuple[Tensor, dist.Work | None]] = deque()
 
     def ask(self, request: int, reason: str = "") -> None:
         """Ask, from this rank, that the run ends after the current step."""
@@ -66,12 +70,24 @@ class StopRequests:
         [self.agreed] = self._strongest([self._own])
         return self.agreed
 
-    def agree_after_step(self, *, save: bool, busy: bool) -> Agreed:
-        """The same, and what else the ranks must do together. A collective."""
+    def agree_after_step(
+        self, *, save: bool = False, busy: bool = False, later: bool = False
+    ) -> Agreed:
+        """The same, and what else the ranks must do together. A collective.
+
+        With ``later`` no rank waits for another: they act on what was asked some steps ago, all at
+        the same step.
+        """
         asked, self._save_asked = self._save_asked, False
-        request, save_now, any_busy = self._strongest([self._own, save or asked, busy])
-        self.agreed = request
-        return Agreed(request, bool(save_now), bool(any_busy))
+        self._begun.append(self._begin([self._own, save or asked, busy]))
+        ended: list[list[int]] = []
+        while len(self._begun) > (LAG if later else 0):
+            ended.append(self._ended(*self._begun.popleft()))
+        if not ended:
+            return Agreed(GO_ON, save=False, busy=True)
+        self.agreed = max(request for request, _, _ in ended)
+        save_now = any(save_asked for _, save_asked, _ in ended)
+        return Agreed(self.agreed, save_now, busy=bool(ended[-1][2]))
 
     def most_seconds(self, own: float) -> tuple[float, float]:
         """The longest of all ranks' ``own``, and since the first signal. A collective."""
@@ -90,11 +106,19 @@ class StopRequests:
         raise SystemExit(TOLD_TO_LEAVE if self.signal == signal.SIGTERM else PEER_LEAVES)
 
     def _strongest(self, values: list[int]) -> list[int]:
-        if self._world.size == 1:
-            return values
+        return self._ended(*self._begin(values))
+
+    def _begin(self, values: list[int]) -> tuple[Tensor, dist.Work | None]:
         shared = torch.tensor([int(value) for value in values])
-        with self._world.pulse.during("waiting"):
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._world.everyone.cpu_group)
+        if self._world.size == 1:
+            return shared, None
+        group = self._world.everyone.cpu_group
+        return shared, dist.all_reduce(shared, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def _ended(self, shared: Tensor, work: dist.Work | None) -> list[int]:
+        if work is not None:
+            with self._world.pulse.during("waiting"):
+                work.wait()
         return [int(value) for value in shared.tolist()]
 
     def __enter__(self) -> StopRequests:
@@ -113,6 +137,8 @@ class StopRequests:
         if self._save_before is not None:
             signal.signal(signal.SIGUSR1, self._save_before)
             self._save_before = None
+        while self._begun and kind is None:  # all ranks began them: none is left under way
+            self._ended(*self._begun.popleft())
 
     def _ask_save(self, number: int, frame: FrameType | None) -> None:
         self._save_asked = True

@@ -247,7 +247,7 @@ class Trainer:
                 self._stops = None
                 if checkpoints is not None:
                     # Where the run fails, a save may still be on its way; it counts all the same.
-                    loop.tell_saves(wait=True)
+                    loop.saves.tell(wait=True)
                     checkpoints.close(clean=clean)
                 reporter.close()
                 train_loader.close()

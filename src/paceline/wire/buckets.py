@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.wire.links import Link
+from paceline.wire.links import Link, in_ms
 
 MIB = 2**20
 DEFAULT_MIB = 25.0
@@ -42,10 +42,10 @@ class Tuned:
         new, old = self.seconds[self.bucket_mib], self.seconds[self.before_mib]
         kept = self.bucket_mib == self.before_mib
         chosen = "buckets stay at" if kept else f"buckets from {_named(self.before_mib)} to"
-        gain = "" if kept else f", {1e3 * old:.3g} ms before ({100 * (1 - new / old):.0f}% less)"
+        gain = "" if kept else f", {in_ms(old)} before ({100 * (1 - new / old):.0f}% less)"
         return (
-            f"{chosen} {_named(self.bucket_mib)}: backward ({1e3 * self.backward_seconds:.3g} ms) "
-            f"and exchange take {1e3 * new:.3g} ms together{gain}, as predicted"
+            f"{chosen} {_named(self.bucket_mib)}: backward ({in_ms(self.backward_seconds)}) "
+            f"and exchange take {in_ms(new)} together{gain}, as predicted"
         )
 
 

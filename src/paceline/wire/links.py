@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from paceline.wire.topology import Topology
 from paceline.errors import TrainingError
+from paceline.wire.topology import Topology
 
 _RATES = {"bit/s": 1 / 8, "b/s": 1.0, "ib/s": 1.0}  # what follows the prefix, in bytes
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -88,9 +88,13 @@ class Choice:
         kind = "within nodes, then across" if self.hierarchical else "in one ring over all ranks"
         return (
             f"gradients are summed {kind}: {self.size / 2**20:.3g} MiB take "
-            f"{1e3 * self.hierarchical_seconds:.3g} ms in two levels, "
-            f"{1e3 * self.flat_seconds:.3g} ms in one"
+            f"{in_ms(self.hierarchical_seconds)} in two levels, {in_ms(self.flat_seconds)} in one"
         )
+
+
+def in_ms(seconds: float) -> str:
+    """``"3.51 ms"`` or ``"1240 ms"``."""
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def choose(topology: Topology, links: Links, size: int) -> Choice:

@@ -67,7 +67,8 @@ class LocalSteps:
         try:
             Form.parse(self.exchange)
         except TrainingError as error:
-            raise TrainingError(f"local steps: exchange: {error}") from None
+            told = str(error).removeprefix("compress: ")
+            raise TrainingError(f"local steps: exchange: {told}") from None
 
     @classmethod
     def of(cls, value: LocalSteps | int) -> LocalSteps:

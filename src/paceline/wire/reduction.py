@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.errors import TrainingError
 from paceline.wire.buckets import ONE_BUCKET
 from paceline.wire.links import Link, Links
-from paceline.errors import TrainingError
 
 HIERARCHIES = ("auto", "always", "never")
 _SIDES = ("within", "across")
@@ -77,6 +77,16 @@ class Reduction:
         if self.links is None:
             return None
         return Links(**{side: _link(self.links[side]) for side in _SIDES})
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What was asked for that not every layout can do, as it was written."""
+        told = {
+            "hierarchy": self.hierarchy == "always",
+            "bucket_mib": self.bucket_mib is not None,
+            "overlap": not self.overlap,
+        }
+        return tuple(f"{name}={getattr(self, name)!r}" for name, said in told.items() if said)
 
     @property
     def tuned(self) -> bool:

@@ -1,0 +1,43 @@
+"""The bytes of gradients that a rank has sent, and those it would have sent uncompressed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.parallel.whole import local
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+
+class Traffic(NamedTuple):
+    """Of this rank, since its engine was made.
+
+    Parameters that ``zero`` gathers, and the few bytes of losses and agreements, are not in it.
+    """
+
+    sent: int
+    """Bytes that really left, as the collectives are known to send them."""
+    plain: int
+    """What would have left uncompressed, with an exchange after every step."""
+
+
+def traffic(engine: Engine) -> Traffic | None:
+    """Of one engine; ``None`` where gradients go DDP's or FSDP's own way, which is not counted."""
+    sent = plain = 0.0
+    if engine.wiring is not None:
+        sent += engine.wiring.exchange.wire.sent
+        plain += engine.wiring.exchange.plain
+    if engine.rounds is not None:
+        sent += engine.rounds.wire.sent
+        plain += engine.rounds.steps_alone * plain_bytes(engine)
+    elif engine.wiring is None:
+        return None
+    return Traffic(round(sent), round(plain))
+
+
+def plain_bytes(engine: Engine) -> float:
+    """What an all-reduce of all gradients sends from this rank, in a ring."""
+    copies = engine.layout.dp
+    trained = (local(p) for p in engine._parameters if p.requires_grad)
+    return 2 * (copies - 1) / copies * sum(p.numel() * p.element_size() for p in trained)

@@ -1,0 +1,195 @@
+"""When a run saves its state, and what it tells of that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.checkpoint.sharded.saver import Outcome
+from paceline.engine.late import LAG
+from paceline.errors import CheckpointError
+from paceline.events import CheckpointFailed, CheckpointSaved, Note
+from paceline.trainer.reporting import Reporter
+from paceline.trainer.saving import Checkpoints
+from paceline.trainer.stopping import StopRequests
+
+if TYPE_CHECKING:
+    from paceline.trainer.trainer import Trainer
+
+
+class Saves:
+    """The checkpoints of one call of ``fit``; does nothing where the run keeps none.
+
+    ``catch_up`` reports what has been done so far, which comes before a save; ``each`` calls a
+    method of every callback.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints | None,
+        reporter: Reporter,
+        stops: StopRequests,
+        *,
+        catch_up: Callable[[], None],
+        each: Callable[..., None],
+    ) -> None:
+        self.trainer, self.engine = trainer, trainer.engine
+        self.checkpoints = checkpoints
+        self.reporter, self.stops = reporter, stops
+        self.pulse = trainer.engine.world.pulse
+        self.saved_at = -1
+        self._catch_up, self._each = catch_up, each
+        self._snapshots_failed = False
+        self._snapped_at = -1
+        self._longest_save = 0.0
+        self._saved_time = time.monotonic()  # clocks on the wall may go back
+
+    def if_due(
+        self, step: int, *, epoch_over: bool, info: dict[str, Any], metrics: dict[str, float]
+    ) -> int:
+        """Save where it is time to, and hear what the ranks were asked meanwhile."""
+        options, checkpoints = self.trainer.checkpoint, self.checkpoints
+        if checkpoints is None:
+            return self.stops.agree_after_step(later=self.engine.in_round).request
+        if step and due(options.memory_every, step):
+            self._snapshot(checkpoints)
+        if step and due(options.every, step):
+            self.save("every", info, metrics)
+        elif epoch_over and options.every_epoch:
+            self.save("epoch", info, metrics)
+        minutes = options.every_minutes
+        passed = (time.monotonic() - self._saved_time) / 60
+        # After a save all ranks are here: what they asked before it is heard now.
+        later = self.engine.in_round and self.saved_at != step
+        agreed = self.stops.agree_after_step(
+            save=minutes is not None and self.engine.world.is_main and passed >= minutes,
+            busy=checkpoints.busy,
+            later=later,
+        )
+        if agreed.save:
+            self.save("minutes" if minutes is not None else "asked", info, metrics)
+        elif not agreed.busy and (not later or step - LAG > self.saved_at):
+            self.report()  # all ranks are through with the last save, and were when they said so
+        return agreed.request
+
+    def reserve(self) -> None:
+        """Get the memory for saves on the way: the state has its final size after a step."""
+        options = self.trainer.checkpoint
+        on_the_way = options.every or options.every_minutes or options.every_epoch
+        if self.checkpoints is not None and on_the_way:
+            self.checkpoints.reserve()
+
+    def _snapshot(self, checkpoints: Checkpoints) -> None:
+        """Keep the state in memory; where there is no room, the run goes on without."""
+        if self._snapshots_failed:
+            return
+        self._catch_up()
+        try:
+            with self.pulse.during("checkpoint"):
+                checkpoints.snapshot()
+            self._snapped_at = self.engine.steps_done
+        except CheckpointError as error:
+            if self.trainer.checkpoint.on_failure == "stop":
+                raise
+            self._snapshots_failed = True
+            step = self.engine.steps_done
+            told = f"{error} No more copies are kept in memory in this run."
+            self.reporter.emit(CheckpointFailed(step=step, reason="memory", error=told))
+
+    def save_and_leave(self, info: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save because of a signal, and say so where the time may not be enough for it.
+
+        A save of this step that is under way is not begun anew; one of an earlier step comes first.
+        """
+        grace = self.trainer.grace
+        if grace is not None and self.saved_at != self.engine.steps_done:
+            self._hear(wait=True)
+            needed, since = self.stops.most_seconds(self._longest_save)
+            if needed > grace - since:
+                self._tell_short_of_time(needed, grace, since)
+        self.save("stop", info, metrics)
+
+    def _tell_short_of_time(self, needed: float, grace: float, since: float) -> None:
+        step = self.engine.steps_done
+        told = (
+            f"step {step} is being saved, but that took up to {needed:.0f} s so far, and of the "
+            f"{grace:.0f} s before the ranks are ended {max(grace - since, 0):.0f} are left"
+        )
+        if self.trainer.checkpoint.memory_every is not None and self.checkpoints is not None:
+            if self._snapped_at != step:
+                self._snapshot(self.checkpoints)
+            if self._snapped_at == step:
+                told += "; a copy is in memory"
+        self.reporter.emit(Note(message=told, level="warning"))
+
+    def save(self, reason: str, info: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Begin a checkpoint of this step, unless there is one already. A collective."""
+        step = self.engine.steps_done
+        if self.checkpoints is None or self.saved_at == step:
+            return
+        self._catch_up()
+        self.saved_at = step
+        self.pulse.pause()
+        with self.pulse.during("checkpoint"):
+            self.checkpoints.save(reason=reason, metrics=metrics, info=info)
+        self._saved_time = time.monotonic()
+        if not self.trainer.checkpoint.asynchronous:
+            self.report()
+
+    def report(self, *, last: bool = False) -> None:
+        """Tell how saves ended; ``last`` waits for the one being written and wants it good."""
+        ended = self._hear(wait=last)
+        failed = ended[-1].error if ended else None
+        if failed is not None and (last or self.trainer.checkpoint.on_failure == "stop"):
+            raise CheckpointError(failed)
+
+    def _hear(self, *, wait: bool) -> list[Outcome]:
+        """As :meth:`tell`, and the callbacks hear of those that are good."""
+        ended = self.tell(wait=wait)
+        for outcome in ended:
+            path = outcome.path
+            if outcome.error is None:
+                self._each("on_checkpoint", self.trainer, path if "://" in path else Path(path))
+        return ended
+
+    def tell(self, *, wait: bool) -> list[Outcome]:
+        """Report the saves that ended; with ``wait``, also the one that is being written."""
+        if self.checkpoints is None:
+            return []
+        with self.pulse.during("checkpoint"):
+            ended = self.checkpoints.finished(wait=wait)
+        for outcome, reason, stalled in ended:
+            if outcome.error is not None:
+                self.reporter.emit(
+                    CheckpointFailed(step=outcome.step, reason=reason, error=outcome.error)
+                )
+                continue
+            self._longest_save = max(self._longest_save, outcome.seconds)
+            self.reporter.emit(
+                CheckpointSaved(
+                    step=outcome.step,
+                    path=self._shown(outcome.path),
+                    bytes=outcome.bytes,
+                    seconds=outcome.seconds,
+                    stalled=stalled,
+                    reason=reason,
+                )
+            )
+            if outcome.warning is not None:
+                self.reporter.emit(Note(level="warning", message=outcome.warning))
+        return [outcome for outcome, _, _ in ended]
+
+    def _shown(self, path: str) -> str:
+        """As the user wrote the run's folder."""
+        run_dir, shown = self.trainer.run_dir, self.trainer.shown_dir
+        if run_dir is not None and shown is not None and Path(path).is_relative_to(run_dir):
+            return str(shown / Path(path).relative_to(run_dir))
+        return path
+
+
+def due(every: int | None, step: int) -> bool:
+    """Whether what comes ``every`` so many steps comes after ``step``."""
+    return every is not None and step % every == 0
