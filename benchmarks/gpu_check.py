@@ -8,6 +8,7 @@ checked in a world of one.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
@@ -83,25 +84,61 @@ def nccl_world_of_one() -> str:
 
 
 def two_ranks(precision: str, tolerance: float) -> str:
+    return close(several("cuda", precision), reference_losses[precision], tolerance)
+
+
+def compressed(form: str, ranks: int, layout: str, tolerance: float, *, inline: bool) -> str:
+    """The same on GPU and CPU; ``inline``: on a stream beside the backward, as with NCCL."""
+    options = {"compress": form, "layout": layout}
+    on_cpu = several("cpu", "fp64", ranks, **options)
+    return close(several("cuda", "fp64", ranks, inline, **options), on_cpu, tolerance)
+
+
+def several(
+    device: str, precision: str, size: int = 2, inline: bool = False, **options: Any
+) -> list[float]:
+    """The losses of ``size`` ranks that share the GPU, or are on the CPU."""
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     port = _free_port()
     ranks = [
-        context.Process(target=_rank, args=(rank, port, precision, queue)) for rank in range(2)
+        context.Process(
+            target=_rank, args=(rank, size, port, device, precision, inline, options, queue)
+        )
+        for rank in range(size)
     ]
     for rank in ranks:
         rank.start()
     losses = [queue.get() for _ in ranks]
     for rank in ranks:
         rank.join()
-    assert losses[0] == losses[1]
-    return close(losses[0], reference_losses[precision], tolerance)
+    failed = [found for found in losses if isinstance(found, str)]
+    assert not failed, failed[0]
+    assert all(found == losses[0] for found in losses)
+    return losses[0]
 
 
-def _rank(rank: int, port: int, precision: str, queue: Any) -> None:
-    os.environ.update(_environment(rank, 2, port))
-    with paceline.World.init(backend="gloo", device="cuda:0"):
-        queue.put(train("cuda", precision, microbatch=2))
+def _rank(
+    rank: int,
+    size: int,
+    port: int,
+    device: str,
+    precision: str,
+    inline: bool,
+    options: dict[str, Any],
+    queue: Any,
+) -> None:
+    os.environ.update(_environment(rank, size, port))
+    place = "cuda:0" if device == "cuda" else "cpu"
+    try:
+        if inline:
+            from paceline.engine import wiring
+
+            wiring._by_nccl = lambda world: True
+        with paceline.World.init(backend="gloo", device=place):
+            queue.put(train(device, precision, microbatch=2, **options))
+    except Exception:
+        queue.put(traceback.format_exc())
 
 
 def nan_is_named() -> str:
@@ -154,6 +191,23 @@ CHECKS: dict[str, Callable[[], str]] = {
     "NCCL, world of one": nccl_world_of_one,
     "two ranks on one GPU over Gloo, fp64": lambda: two_ranks("fp64", 1e-10),
     "two ranks on one GPU over Gloo, bf16": lambda: two_ranks("bf16", 2e-2),
+    # Both add up in another order: a rounding that falls the other way shows in the last digits.
+    **{
+        f"{form}, {layout}{', on a stream' if inline else ''}, against the CPU": functools.partial(
+            compressed, form, ranks, layout, 1e-6, inline=inline
+        )
+        for form, ranks, layout, inline in (
+            ("fp16", 2, "dp=2", False),
+            ("int8", 2, "dp=2", False),
+            ("int8", 3, "dp=3", False),
+            ("sign", 3, "dp=3", False),
+            ("topk:0.1", 2, "dp=2", False),
+            ("topk:0.1", 2, "dp=2", True),
+            ("randomk:0.1", 2, "dp=2", True),
+            ("powersgd:2+bf16", 2, "dp=2", True),
+            ("int8", 2, "dp=2,zero=2", False),
+        )
+    },
     "NaN is named": nan_is_named,
     "the loader pins memory": loader_pins_memory,
     "random state": random_state_round_trip,

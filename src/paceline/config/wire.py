@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from paceline.config.fields import Positive
 from paceline.config.sections import Section
+from paceline.errors import TrainingError
 from paceline.wire import Compression, LocalSteps, Reduction
+
+
+def _built(make: Callable[[], object]) -> None:
+    """Have the options check themselves; the section's name comes with every error of a config."""
+    try:
+        make()
+    except TrainingError as error:
+        raise ValueError(str(error).partition(": ")[2]) from None
 
 
 class CompressSection(Section):
@@ -39,7 +49,7 @@ class CompressSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> CompressSection:
-        self.options()
+        _built(self.options)
         return self
 
     def options(self) -> Compression:
@@ -73,7 +83,7 @@ class LocalStepsSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> LocalStepsSection:
-        self.options()
+        _built(self.options)
         return self
 
     def options(self) -> LocalSteps | None:
@@ -103,7 +113,7 @@ class ReductionSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ReductionSection:
-        self.options()
+        _built(self.options)
         return self
 
     def options(self) -> Reduction:
