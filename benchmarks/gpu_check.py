@@ -1,6 +1,6 @@
 """What has to hold on a GPU, checked on one: prints a table, exits with 1 if anything fails.
 
-    python benchmarks/gpu_check.py
+    python benchmarks/gpu_check.py [PART OF A NAME ...]
 
 Two ranks share the GPU over Gloo, because NCCL refuses two ranks on one device; NCCL itself is
 checked in a world of one.
@@ -94,6 +94,13 @@ def compressed(form: str, ranks: int, layout: str, tolerance: float, *, inline: 
     return close(several("cuda", "fp64", ranks, inline, **options), on_cpu, tolerance)
 
 
+def local_steps(tolerance: float, **options: Any) -> str:
+    """Replicas that train alone do on a GPU what they do on a CPU."""
+    chosen = {"local_steps": paceline.LocalSteps(**options)}
+    on_cpu = several("cpu", "fp64", **chosen)
+    return close(several("cuda", "fp64", **chosen), on_cpu, tolerance)
+
+
 def several(
     device: str, precision: str, size: int = 2, inline: bool = False, **options: Any
 ) -> list[float]:
@@ -181,6 +188,11 @@ def random_state_round_trip() -> str:
 
 
 CHECKS: dict[str, Callable[[], str]] = {
+    "local steps, averaged": lambda: local_steps(1e-10, every=2, method="average"),
+    "local steps, diloco in fragments beside steps": lambda: local_steps(
+        1e-10, every=2, fragments=2, overlap=1
+    ),
+    "local steps, in int8": lambda: local_steps(1e-6, every=2, overlap=1, exchange="int8"),
     # TF32 is off by default: fp32 differs by the order of sums only.
     "fp32 on the GPU against the CPU": lambda: one_gpu("fp32", 1e-4),
     "fp64 on the GPU against the CPU": lambda: one_gpu("fp64", 1e-10),
@@ -233,11 +245,16 @@ if __name__ == "__main__":
         sys.exit("no GPU here: this check needs one.")
     reference_losses = {name: reference(name) for name in ("fp32", "fp64", "bf16", "fp16")}
     failed = 0
-    for title, check in CHECKS.items():
+    wanted = {
+        title: check
+        for title, check in CHECKS.items()
+        if len(sys.argv) == 1 or any(part in title for part in sys.argv[1:])
+    }
+    for title, check in wanted.items():
         try:
             print(f"ok    {title}: {check()}", flush=True)
         except Exception:
             failed += 1
             print(f"FAIL  {title}:\n{traceback.format_exc()}", flush=True)
-    print(f"{len(CHECKS) - failed} passed, {failed} failed")
+    print(f"{len(wanted) - failed} passed, {failed} failed")
     sys.exit(failed > 0)

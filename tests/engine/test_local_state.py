@@ -27,10 +27,14 @@ def test_resumed_at_any_step_is_equal_to_the_bit(ranks: Any, tmp_path: Any, name
     """Before, at and after a meeting, and with a result that is not taken over yet."""
     options = RESUMED[name]
 
+    def uneven(step: int) -> Any:
+        """The replicas' shares are to each other as 2:2:2, 3:2:2 or 3:3:2."""
+        return my_share(step, 6 + step % 3)
+
     def job() -> None:
         engine = wide_engine(options)
         for step in range(9):
-            engine.step(my_share(step))
+            engine.step(uneven(step))
             if 3 <= step + 1 <= 7:
                 with paceline.Checkpoints(tmp_path / str(step + 1), engine) as checkpoints:
                     checkpoints.save(wait=True)
@@ -41,7 +45,7 @@ def test_resumed_at_any_step_is_equal_to_the_bit(ranks: Any, tmp_path: Any, name
                 checkpoints.restore()
             assert resumed.steps_done == at
             for step in range(at, 9):
-                resumed.step(my_share(step))
+                resumed.step(uneven(step))
             for key, value in everything(resumed).items():
                 assert torch.equal(value, expected[key]), (at, key)
 

@@ -33,7 +33,7 @@ def run(world: World, request: Request, say: Callable[[str], None]) -> CommResul
     setting = Setting(
         machines=machines,
         ranks=[len(ranks) for ranks in nodes],
-        device=_device_name(world),
+        device=device_name(world),
         backend=world.backend,
         dtype=request.dtype,
         torch=torch.__version__,
@@ -181,7 +181,8 @@ def _name(
     return next(name for own, name in zip(nodes, machines, strict=True) if ranks[0] in own)
 
 
-def _device_name(world: World) -> str:
+def device_name(world: World) -> str:
+    """What this rank computes on."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return "CPU"

@@ -12,10 +12,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, LaunchError, RankFailed
 from paceline.version import __version__
+
+if TYPE_CHECKING:
+    from paceline.config import Config
 
 _GRACE = 5.0
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -72,6 +75,25 @@ def read_place(
     return Place(ranks, most, config.launch.rdzv, wait)
 
 
+def place_of(config: Config, wait: float) -> Place:
+    """Where the ranks of a resolved config are started, all of its machines being there."""
+    from paceline.config.fields import node_range
+
+    problems = []
+    least, most = node_range(config.launch.nnodes)
+    if least != most:
+        problems.append(
+            f"launch.nnodes={config.launch.nnodes}: a measurement needs to know all its machines; "
+            f"give one number, like --nnodes {most}"
+        )
+    if not wait > 0:
+        problems.append(f"--wait {wait:g}: must be a number of seconds above 0")
+    if problems:
+        raise ConfigError(problems)
+    assert isinstance(config.launch.nproc, int)
+    return Place(config.launch.nproc, most, config.launch.rdzv, wait)
+
+
 def measure(
     place: Place,
     module: str,
@@ -80,11 +102,13 @@ def measure(
     asked: Mapping[str, str],
     progress: Callable[[str], None],
     say: Callable[[str], None],
+    so_far: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Run ``python -m module REQUEST FILE`` on every rank; what the first one here wrote to FILE.
 
     Of several machines, each starts its own ranks by the same call, and gets the same result;
-    ``asked`` are the options that must be the same on all of them.
+    ``asked`` are the options that must be the same on all of them. Where it does not
+    come to its end, ``so_far`` gets what had been written until then.
     """
     from paceline.launch.local import LocalJob, launch
     from paceline.launch.policy import Limits
@@ -109,16 +133,22 @@ def measure(
             )
         if not file.exists():
             raise LaunchError("the ranks left without a result (was one of them told to stop?).")
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return found
-    except RankFailed:
-        keep = True  # its logs
+        return _read(file)
+    except BaseException as error:
+        keep = isinstance(error, RankFailed)  # its logs
+        if so_far is not None and file.exists():
+            so_far(_read(file))
+        if isinstance(error, LaunchError) and not keep:
+            raise LaunchError(_in_our_words(str(error))) from None
         raise
-    except LaunchError as error:
-        raise LaunchError(_in_our_words(str(error))) from None
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 def _meet(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.bench_wire import wire
+
 if TYPE_CHECKING:
     from paceline.bench.launching import Place
     from paceline.bench.request import Request
@@ -23,6 +25,9 @@ app = typer.Typer(
 @app.callback()
 def _only_subcommands() -> None:
     """Measure the network, and what a training run makes of it."""
+
+
+app.command()(wire)
 
 
 @app.command()

@@ -45,11 +45,11 @@ class Courier:
         self._errands.put(_Errand(errand, future, stream))
         return future
 
-    def close(self) -> None:
-        """Wait for what is under way and end."""
+    def close(self, seconds: float | None = None) -> None:
+        """Wait for what is under way, so long at most, and end."""
         if self._thread is not None:
             self._errands.put(None)
-            self._thread.join()
+            self._thread.join(seconds)
             self._thread = None
 
     def _work(self) -> None:

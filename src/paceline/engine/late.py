@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -26,20 +26,27 @@ class LateNumbers(Numbers):
     """
 
     def __init__(
-        self, step: int, own: Numbers, problem: Problem | None, world: World, *, looks: bool
+        self,
+        step: int,
+        own: Numbers,
+        problem: Problem | None,
+        world: World,
+        group: dist.ProcessGroup | None,
+        *,
+        looks: bool,
     ) -> None:
         self.step = step
-        self._looks = looks
+        self._looks, self._group = looks, group
         self.own_problem = problem
         self._own, self._world = own, world
         self._values = torch.zeros(5 + world.size, dtype=torch.float64)
         self._work: dist.Work | None = None
         self._posted = False
 
-    def post(self, group: dist.ProcessGroup | None) -> float:
-        """Tell the others, without waiting for them; returns the bytes that this sends."""
+    def post(self) -> None:
+        """Tell the others, without waiting for them."""
         if self._posted:
-            return 0.0
+            return
         self._posted = True
         total, count, samples, *norm = self._own.read()
         if self._looks and self.own_problem is None and not _is_finite(total, norm):
@@ -48,17 +55,21 @@ class LateNumbers(Numbers):
         own = [total, count, samples, *(norm or [0.0]), float(count > 0)]
         self._values[:5] = torch.tensor(own, dtype=torch.float64)
         self._values[5 + self._world.rank] = _code(self.own_problem)
-        if group is None:
-            return 0.0
-        self._work = dist.all_reduce(self._values, group=group, async_op=True)
-        return 2 * (self._world.size - 1) / self._world.size * 8 * len(self._values)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._values, group=self._group, async_op=True)
 
     def wait(self) -> None:
         """Until all replicas have told theirs."""
+        self.post()
         if self._work is not None:
             with self._world.pulse.during("waiting"):
                 self._work.wait()
             self._work = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all replicas have told theirs."""
+        return self._posted and (self._work is None or self._work.is_completed())
 
     def read(self) -> list[float]:
         """Loss sum, item count, samples and, where it was computed, the mean norm."""
@@ -104,20 +115,12 @@ def _is_finite(total: float, norm: list[float]) -> bool:
 class LateQueue:
     """The numbers on their way, oldest first; all replicas look at them at the same steps.
 
-    ``sent`` is told the bytes that were. Where NaN and Inf are to ``stop`` a run, all replicas
-    raise at the same step, at most :data:`LAG` after it happened.
+    Where NaN and Inf are to ``stop`` a run, all replicas raise at the same step, at most
+    :data:`LAG` after it happened.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        *,
-        stop: bool,
-        sent: Callable[[float], None],
-    ) -> None:
-        self._group, self._device = group, device
-        self._stop, self._sent = stop, sent
+    def __init__(self, device: torch.device, *, stop: bool) -> None:
+        self._device, self._stop = device, stop
         self._under_way: deque[LateNumbers] = deque()
 
     def add(self, late: LateNumbers) -> None:
@@ -125,7 +128,7 @@ class LateQueue:
         # Reading a GPU's numbers waits for it: it tells of a step while it works on the next.
         ready = [*self._under_way, late] if self._device.type == "cpu" else self._under_way
         for known in ready:
-            self._sent(known.post(self._group))
+            known.post()
         self._under_way.append(late)
         while len(self._under_way) > LAG:
             self._look(self._under_way.popleft())
@@ -133,9 +136,20 @@ class LateQueue:
     def settle(self) -> None:
         """Wait for all of them, and look."""
         for late in self._under_way:
-            self._sent(late.post(self._group))
+            late.post()
         while self._under_way:
             self._look(self._under_way.popleft())
+
+    def finish(self, seconds: float) -> None:
+        """The world is left: wait so long for the others, who may be some steps behind."""
+        deadline = time.monotonic() + seconds
+        for late in self._under_way:
+            late.post()
+        while self._under_way and time.monotonic() < deadline:
+            if self._under_way[0].is_there:
+                self._under_way.popleft()
+            else:
+                time.sleep(0.005)
 
     def _look(self, late: LateNumbers) -> None:
         late.wait()

@@ -93,14 +93,13 @@ class Rounds:
         self._courier = Courier()
         on_gpu = engine.device.type == "cuda"
         self._stream = torch.cuda.Stream(engine.device) if on_gpu else None
-        group = engine.world.background_group("numbers") if self.wire.size > 1 else None
+        world, has_others = engine.world, self.wire.size > 1
+        self._numbers = world.background_group("numbers") if has_others else None
         self._nonfinite = engine.options["nonfinite"]
-        self._late = LateQueue(
-            group, engine.device, stop=self._nonfinite == "stop", sent=self._add_sent
-        )
-
-    def _add_sent(self, sent: float) -> None:
-        self.wire.sent += sent
+        self._late = LateQueue(engine.device, stop=self._nonfinite == "stop")
+        # Replicas leave at different times: what they are telling each other must arrive.
+        world.before_close(self._late.finish)
+        world.before_close(self._courier.close)
 
     # ------------------------------------------------------------------ steps
 
@@ -155,7 +154,7 @@ class Rounds:
         self.steps_alone += 1
         step = self._engine.steps_done
         looks = self._nonfinite != "ignore"
-        late = LateNumbers(step, numbers, problem, self._world, looks=looks)
+        late = LateNumbers(step, numbers, problem, self._world, self._numbers, looks=looks)
         self._late.add(late)
         while self.pending and self.pending[0].due <= step:
             self._take_over(self.pending.popleft())
@@ -200,7 +199,7 @@ class Rounds:
             _copy_into(buffers, own)
 
     def close(self) -> None:
-        """End its thread."""
+        """End its thread, after what is under way."""
         self._courier.close()
 
     # ------------------------------------------------------------------ meetings

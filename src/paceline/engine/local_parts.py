@@ -307,10 +307,11 @@ def _take_residuals(take: _Taking, replicas: int) -> None:
 
 def _told(about: Mapping[str, Any], now: int, step: int) -> str:
     old = about["replicas"]
-    met = "" if about["is shared"] else f" The {old} met first, as of step {step}."
+    changed = f"{old} replica{'s' * (old != 1)} before, {now} now"
     if old == now:
-        return f"local steps: another number of fragments than before.{met}"
+        changed = f"{len(about['fragments'])} fragments before, another number now"
     return (
-        f"local steps: {old} replica{'s' * (old != 1)} before, {now} now; each goes on from the "
-        f"model they share, with the optimizer state of one of the {old}.{met}"
+        f"local steps: {changed}: what was learned since the last meeting went into the shared "
+        f"model as of step {step}, from which every replica goes on, with the optimizer state of "
+        "one of those before"
     )

@@ -28,6 +28,10 @@ from paceline.trainer.options import DataOptions
 
 CONFIG_BATCH = 32
 """The most samples a step of ``paceline verify`` takes, unless told otherwise."""
+_NO_LOCAL_STEPS = (
+    "local_steps were off: replicas that train alone differ from one process by design; the proof "
+    "is of steps that they take together"
+)
 _NO_SHARD_DTYPE = "sharded parameters were not cast to {}: the proof computes in float64"
 
 
@@ -81,8 +85,11 @@ def verify(
     )
     clip_norm = options.get("clip_norm")
     check_plant(plant, cases, clip_norm=clip_norm, global_batch=batch)
-    payload = given(model, optimizer, loss, data, data_options, options)
     notes = ["compile was off: the proof runs the model as it is"] if options.get("compile") else []
+    if options.get("local_steps") is not None:
+        options["local_steps"] = None
+        notes.append(_NO_LOCAL_STEPS)
+    payload = given(model, optimizer, loss, data, data_options, options)
     sharding = options.get("sharding")
     if precision == "fp64" and sharding is not None and sharding.dtype is not None:
         notes.append(_NO_SHARD_DTYPE.format(sharding.dtype))
@@ -123,6 +130,8 @@ def verify_config(
         raise ConfigError(f"--precision {precision}: must be fp64, or run for the config's own")
     if config.compile:
         notes.append("compile was off: the proof runs the model as it is")
+    if config.local_steps.every is not None:
+        notes.append(_NO_LOCAL_STEPS)
     if precision == "fp64" and config.sharding.dtype is not None:
         notes.append(_NO_SHARD_DTYPE.format(config.sharding.dtype))
     cases = parse_cases(

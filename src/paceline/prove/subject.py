@@ -137,5 +137,7 @@ def _from_config(config: Config) -> Built:
         data_options=DataOptions(
             shuffle=None if config.data.shuffle else False, drop_last=config.data.drop_last
         ),
-        options=run.engine_options(config, data),
+        # Replicas that train alone differ from one process by design: what is proved is a step
+        # that they take together.
+        options={**run.engine_options(config, data), "local_steps": None},
     )

@@ -128,7 +128,7 @@ def _run(job: Job, store: TCPStore) -> Outcome:
         # The other ranks learn at once that this one is gone, instead of waiting for it. If that
         # fails, cleaning up will fail the same way, and say so.
         with contextlib.suppress(RuntimeError):
-            _leave_world()
+            _leave_world(failed=True)
         return outcome
     finally:
         sys.stdout.flush()
@@ -163,8 +163,8 @@ def _own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
-def _leave_world() -> None:
-    leave()
+def _leave_world(*, failed: bool = False) -> None:
+    leave(failed=failed)
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_stores()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import platform
 import socket
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, ClassVar
@@ -81,6 +83,7 @@ class World:
         self.pulse = Pulse()
         """Where this rank is: marked by engine and trainer, read by the watch for hangs."""
         self._watch: Watch | None = None
+        self._before_close: list[Callable[[float], None]] = []
         self._closed = False
         self._barriers = 0
         self.everyone = self._make_group(tuple(range(self.size)))
@@ -269,13 +272,27 @@ class World:
             )
         return self._background[key]
 
-    def close(self) -> None:
+    def before_close(self, action: Callable[[float], None]) -> None:
+        """Have ``action`` done when this world is left, while there are connections.
+
+        It is to wait for what it has under way with other ranks, at most for the seconds it is
+        given: few where this rank leaves because of an error.
+        """
+        self._before_close.append(action)
+
+    def close(self, *, failed: bool = False) -> None:
         """Leave the world: destroys the process group if this world made it. May be called twice.
 
-        The other ranks are not waited for; a collective they are still in fails.
+        The other ranks are not waited for; a collective they are still in fails. ``failed``: there
+        is no time for what is under way, either.
         """
         if self._closed:
             return
+        if self._pid == os.getpid():
+            patience = _FAILED_PATIENCE if failed else self.timeout.total_seconds()
+            for action in self._before_close:
+                with contextlib.suppress(Exception):  # this rank leaves, whatever came of it
+                    action(patience)
         self._closed = True
         if World._joined is self:
             World._joined = None
@@ -300,7 +317,7 @@ class World:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(failed=kind is not None)
 
     def __repr__(self) -> str:
         return (
@@ -448,16 +465,18 @@ def resolve_group(group: Group | None, call: str) -> Group:
     return group
 
 
+_FAILED_PATIENCE = 2.0
+"""Seconds that a rank which leaves because of an error gives what it has under way."""
 _ALONE = Environment(0, 1, 0, 1, 0, 1, None, None, 0, False)
 
 
-def leave() -> None:
+def leave(*, failed: bool = False) -> None:
     """Close the world this process has joined, if it has."""
     if World._joined is not None:
-        World._joined.close()
+        World._joined.close(failed=failed)
 
 
 @atexit.register
 def _leave_at_exit() -> None:
     """A process that ends without close leaves quietly, and its peers learn of it at once."""
-    leave()
+    leave(failed=getattr(sys, "last_value", None) is not None)

@@ -1,0 +1,1 @@
+"""The parts of benchmarks/wire.py and benchmarks/convergence.py."""

@@ -1,0 +1,147 @@
+"""The demo over a slow link: all steps together, or rounds of local steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing import report
+
+from paceline.config import demo
+from wiring.judging import step_seconds
+from wiring.link import Link, linked
+from wiring.running import Job, Outcome, run
+from wiring.task import Task
+from wiring.ways import Way
+
+EVERY = 50
+TOGETHER = Way("every step together", "paceline")
+
+
+def ways(outer: Sequence[str]) -> list[Way]:
+    """Together, and in rounds with each outer optimizer (``"0.7/0.9"``); the first in int8, too."""
+    return [
+        TOGETHER,
+        *(_in_rounds(text, "none") for text in outer),
+        _in_rounds(outer[0], "int8"),
+    ]
+
+
+def _in_rounds(outer: str, exchange: str) -> Way:
+    rate, _, momentum = outer.partition("/")
+    options = {"outer_lr": float(rate), "outer_momentum": float(momentum or 0)}
+    name = f"rounds of {EVERY}, outer {outer}" + ("" if exchange == "none" else f", {exchange}")
+    settings = {"local_steps": {"every": EVERY, "exchange": exchange, **options}}
+    return Way(name, "paceline", settings)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to train the demo."""
+
+    name: str
+    steps: int
+    step_s: float | None
+    seconds: float
+    kernel: float
+    """Bytes that a rank sent in all, by the interface's counter."""
+    counted: float | None
+    less: float
+    """Traffic of training together, divided by this one's."""
+    loss: float | None
+    """On text that is not trained on, after the last step."""
+    loss_ratio: float | None
+    error: str | None
+
+
+def compare(folder: Path, link: Link, ways: Sequence[Way], steps: int) -> dict[str, Any]:
+    """Train the demo by each way and tell the traffic and the loss."""
+    steps -= steps % EVERY  # the end of a round
+    task = _demo(steps)
+    outcomes: list[Outcome] = []
+    with linked(link) as hosts, report.progress("local steps", len(ways)) as advance:
+        for number, way in enumerate(ways):
+            job = Job(way, task, folder / f"local{number}", evaluate_at=[steps])
+            outcomes.append(run(job, hosts, lambda done: done[-1].number >= steps))
+            advance()
+    rows = [_row(outcome, outcomes[0]) for outcome in outcomes]
+    report.show(
+        f"{link}: {steps} steps of the demo on 2 hosts",
+        [
+            "",
+            "ms/step",
+            "s in all",
+            "MB sent",
+            "kernel",
+            "less traffic",
+            "held-out loss",
+            "to sync",
+        ],
+        [_cells(row) for row in rows],
+    )
+    for row in rows:
+        if row.error is not None:
+            report.console.print(f"{row.name}: {row.error}", soft_wrap=True, markup=False)
+    return {"link": str(link), "task": asdict(task), "rows": [asdict(row) for row in rows]}
+
+
+def _demo(steps: int) -> Task:
+    """What ``paceline train`` trains when nothing is said, for so many steps."""
+    model = {name: demo.MODEL_ARGS[name] for name in ("layers", "heads", "width", "context")}
+    return Task(
+        **model,
+        global_batch=demo.GLOBAL_BATCH,
+        lr=demo.LR,
+        clip_norm=demo.CLIP_NORM,
+        warmup=demo.WARMUP_STEPS,
+        decay=steps,
+    )
+
+
+def _row(outcome: Outcome, together: Outcome) -> Row:
+    kernel, counted = _sent(outcome)
+    loss, base = _held_out(outcome), _held_out(together)
+    return Row(
+        name=outcome.way.name,
+        steps=outcome.done,
+        step_s=step_seconds(outcome),
+        seconds=outcome.steps[-1].time - outcome.steps[0].time if outcome.steps else 0.0,
+        kernel=kernel,
+        counted=counted,
+        less=_sent(together)[0] / kernel if kernel else 0.0,
+        loss=loss,
+        loss_ratio=loss / base if loss and base else None,
+        error=outcome.error,
+    )
+
+
+def _sent(outcome: Outcome) -> tuple[float, float | None]:
+    """Bytes by the kernel and as counted, in all steps."""
+    if not outcome.steps:
+        return 0.0, None
+    first, last = outcome.steps[0], outcome.steps[-1]
+    counted = None
+    if first.counted is not None and last.counted is not None:
+        counted = last.counted - first.counted
+    return last.kernel - first.kernel, counted
+
+
+def _held_out(outcome: Outcome) -> float | None:
+    return next((s.held_out for s in outcome.steps if s.held_out is not None), None)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.error is not None:
+        return (row.name, f"fails after {row.steps} steps", *["-"] * 6)
+    return (
+        row.name,
+        "-" if row.step_s is None else f"{1000 * row.step_s:.0f}",
+        f"{row.seconds:.0f}",
+        "-" if row.counted is None else f"{row.counted / 1e6:.2f}",
+        f"{row.kernel / 1e6:.2f}" if row.kernel else "-",
+        f"{row.less:.1f} ×" if row.less else "-",
+        "-" if row.loss is None else f"{row.loss:.4f}",
+        "-" if row.loss_ratio is None else f"{100 * (row.loss_ratio - 1):+.2f} %",
+    )
