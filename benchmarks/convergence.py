@@ -1,6 +1,7 @@
 """How many steps more a wire format needs: a byte GPT on real text, trained to a set loss.
 
-Every format of Paceline, and some with error feedback switched off, trains until the mean loss of
+Every format of Paceline (those that leave something behind after 50 steps without compression), and
+some with error feedback switched off, trains until the mean loss of
 the last steps is at the target, with several seeds (of the weights and of the data's order). Told
 is the number of steps to the target, relative to no compression with the same seed.
 
@@ -30,12 +31,21 @@ from wiring import converging
 from wiring.converging import Run
 from wiring.ways import FORMATS, Way, paceline_format
 
-FORGETFUL = ["sign", "topk:0.01", "topk:0.001"]
+FORGETFUL = ["sign", "topk:0.01"]
 _WIDTH = 118
 
+_WARMUP = 50
+_DENSE = ("none", "fp16", "bf16", "int8")
+
 WAYS = [
-    *(paceline_format(text, text) for text in FORMATS),
-    *(paceline_format(f"{text} no feedback", text, error_feedback=False) for text in FORGETFUL),
+    *(
+        paceline_format(text, text, warmup_steps=0 if text in _DENSE else _WARMUP)
+        for text in FORMATS
+    ),
+    *(
+        paceline_format(f"{text} no feedback", text, error_feedback=False, warmup_steps=_WARMUP)
+        for text in FORGETFUL
+    ),
 ]
 
 

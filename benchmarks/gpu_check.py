@@ -89,7 +89,7 @@ def two_ranks(precision: str, tolerance: float) -> str:
 
 def compressed(form: str, ranks: int, layout: str, tolerance: float, *, inline: bool) -> str:
     """The same on GPU and CPU; ``inline``: on a stream beside the backward, as with NCCL."""
-    options = {"compress": form, "layout": layout}
+    options = {"compress": paceline.Compression(form, warmup_steps=0), "layout": layout}
     on_cpu = several("cpu", "fp64", ranks, **options)
     return close(several("cuda", "fp64", ranks, inline, **options), on_cpu, tolerance)
 

@@ -52,8 +52,9 @@ def main() -> None:
         if "formats" in options.part:
             _formats(options, Path(folder))
         if "diloco" in options.part:
-            ways = diloco.ways(options.outer)
-            told = diloco.compare(Path(folder), options.links[-1], ways, options.local_steps)
+            told = diloco.compare(
+                Path(folder), options.links[-1], options.outer, options.start, options.local_steps
+            )
             path = options.json and options.json.with_stem(f"{options.json.stem}_diloco")
             report.write("wire_diloco", told, path)
 
@@ -74,6 +75,7 @@ def _options() -> argparse.Namespace:
         "--outer", nargs="+", default=["0.7/0.9", "1/0"], metavar="LR/MOMENTUM",
         help="outer optimizers of the second part",
     )  # fmt: skip
+    parser.add_argument("--start", type=int, default=0, help="steps together before rounds begin")
     parser.add_argument("--global-batch", type=int, default=TASK.global_batch)
     parser.add_argument("--context", type=int, default=TASK.context)
     parser.add_argument("--json", type=Path)

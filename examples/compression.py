@@ -21,7 +21,7 @@ def train(compress: str) -> paceline.History:
         loss=nn.functional.mse_loss,
         optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
         global_batch=64,
-        compress=compress,
+        compress=paceline.Compression(compress, warmup_steps=10),
         progress=False,
     )
     return trainer.fit(dataset, epochs=15, nproc=2)

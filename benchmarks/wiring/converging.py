@@ -126,10 +126,10 @@ class _Going:
         reached = next((n for n, loss in means.items() if loss <= options.target), None)
         error = None if reached is not None else self.ranks.error()
         done = steps[-1].number if steps else 0
-        counted = None
-        if done > 1 and steps[-1].counted is not None and steps[1].counted is not None:
-            counted = (steps[-1].counted - steps[1].counted) / (done - 1)
         job = self.ranks.job
+        counted, settled = None, job.way.settled_after
+        if done > settled and steps[-1].counted is not None:
+            counted = (steps[-1].counted - (steps[settled].counted or 0)) / (done - settled)
         return Run(
             setting=job.way.name,
             seed=job.task.seed,

@@ -20,20 +20,23 @@ EVERY = 50
 TOGETHER = Way("every step together", "paceline")
 
 
-def ways(outer: Sequence[str]) -> list[Way]:
-    """Together, and in rounds with each outer optimizer (``"0.7/0.9"``); the first in int8, too."""
+def _ways(outer: Sequence[str], start: int) -> list[Way]:
+    """Together, and in rounds with each outer optimizer (``"0.7/0.9"``); the first in int8, too.
+
+    Rounds begin after ``start`` steps together.
+    """
     return [
         TOGETHER,
-        *(_in_rounds(text, "none") for text in outer),
-        _in_rounds(outer[0], "int8"),
+        *(_in_rounds(text, "none", start) for text in outer),
+        _in_rounds(outer[0], "int8", start),
     ]
 
 
-def _in_rounds(outer: str, exchange: str) -> Way:
+def _in_rounds(outer: str, exchange: str, start: int) -> Way:
     rate, _, momentum = outer.partition("/")
     options = {"outer_lr": float(rate), "outer_momentum": float(momentum or 0)}
     name = f"rounds of {EVERY}, outer {outer}" + ("" if exchange == "none" else f", {exchange}")
-    settings = {"local_steps": {"every": EVERY, "exchange": exchange, **options}}
+    settings = {"local_steps": {"every": EVERY, "start": start, "exchange": exchange, **options}}
     return Way(name, "paceline", settings)
 
 
@@ -56,9 +59,12 @@ class Row:
     error: str | None
 
 
-def compare(folder: Path, link: Link, ways: Sequence[Way], steps: int) -> dict[str, Any]:
-    """Train the demo by each way and tell the traffic and the loss."""
-    steps -= steps % EVERY  # the end of a round
+def compare(
+    folder: Path, link: Link, outer: Sequence[str], start: int, steps: int
+) -> dict[str, Any]:
+    """Train the demo by each of :func:`_ways` and tell the traffic and the loss."""
+    steps -= (steps - start) % EVERY  # the end of a round
+    ways = _ways(outer, start)
     task = _demo(steps)
     outcomes: list[Outcome] = []
     with linked(link) as hosts, report.progress("local steps", len(ways)) as advance:

@@ -50,8 +50,11 @@ class Training:
 
 
 def paceline_format(name: str, text: str, **options: Any) -> Way:
-    """Paceline with a format; ``options`` are further ones of ``paceline.Compression``."""
-    return Way(name, "paceline", {"compress": {"format": text, **options}})
+    """Paceline with a format; ``options`` are further ones of ``paceline.Compression``.
+
+    From the first step on, unless they say otherwise.
+    """
+    return Way(name, "paceline", {"compress": {"format": text, "warmup_steps": 0, **options}})
 
 
 def powersgd_hook(who: str, rank: int, *, one_bucket: bool) -> Way:

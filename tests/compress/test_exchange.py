@@ -40,7 +40,9 @@ def test_what_is_left_and_what_was_sent_are_the_gradient_exactly(
         world = World.current()
         parameter = nn.Parameter(torch.zeros(64, 64, dtype=torch.float64))
         exchange = Exchange(
-            Compression(form), {id(parameter): "w"}, Wire(world.everyone.process_group)
+            Compression(form, warmup_steps=0),
+            {id(parameter): "w"},
+            Wire(world.everyone.process_group),
         )
         gradient = dyadic((64, 64), world.rank)
         given, applied = gradient.clone(), gradient.clone()
@@ -73,7 +75,7 @@ def test_nothing_is_lost_over_many_steps(ranks: Any, form: str) -> None:
     def job(form: str) -> Any:
         world = World.current()
         parameter = nn.Parameter(torch.zeros(40, 50, dtype=torch.float64))
-        options = Compression(form, error_feedback=True)
+        options = Compression(form, error_feedback=True, warmup_steps=0)
         exchange = Exchange(options, {id(parameter): "w"}, Wire(world.everyone.process_group))
         draw = torch.Generator().manual_seed(world.rank)
         total, applied = torch.zeros(40, 50).double(), torch.zeros(40, 50).double()
@@ -109,7 +111,7 @@ def test_without_feedback_training_is_visibly_worse(ranks: Any, form: str) -> No
         targets = inputs @ truth.T
         own = slice(world.rank * 128, world.rank * 128 + 128)
         weight = nn.Parameter(torch.zeros(32, 64, dtype=torch.float64))
-        options = Compression(form, error_feedback=feedback)
+        options = Compression(form, error_feedback=feedback, warmup_steps=0)
         exchange = Exchange(options, {id(weight): "w"}, Wire(world.everyone.process_group))
         for step in range(300):
             exchange.step = step

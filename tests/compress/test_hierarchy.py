@@ -151,7 +151,7 @@ def averages(nodes: Any, form: str) -> list[torch.Tensor]:
     names = {id(p): f"p{i}" for i, p in enumerate(parameters)}
     found = []
     for wire in (flat, layered):
-        exchange = Exchange(Compression(form), names, wire)
+        exchange = Exchange(Compression(form, warmup_steps=0), names, wire)
         for step in range(2):  # the second sends what the first left behind
             own = [values_of(10 * wire.rank + step, p.numel()).view_as(p) for p in parameters]
             exchange.step = step

@@ -36,6 +36,8 @@ def make_engine(layout: str, **options: Any) -> paceline.Engine:
     torch.manual_seed(0)
     model = GPT(vocab_size=33, context=8, layers=4, heads=4, width=16)
     settings: dict[str, Any] = {"precision": "fp64", "clip_norm": 0.5, **options}
+    if isinstance(settings.get("compress"), str):
+        settings["compress"] = at_once(settings["compress"])
     return paceline.Engine(
         model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -81,7 +83,12 @@ def test_a_rank_that_does_not_pay_is_left_plain(ranks: Any, alone: Any, layout: 
 
 def in_all(form: str) -> paceline.Compression:
     """Every tensor in this form, the smallest, too."""
-    return paceline.Compression(form, smallest=0, rules={"*": form})
+    return at_once(form, smallest=0, rules={"*": form})
+
+
+def at_once(form: str, **more: Any) -> paceline.Compression:
+    """From the first step on, and embeddings, too: these models are hardly more than that."""
+    return paceline.Compression(form, **{"warmup_steps": 0, "embeddings": True, **more})
 
 
 @pytest.mark.world(3)
@@ -126,7 +133,7 @@ def test_steps_of_different_size_leave_the_same_units(ranks: Any) -> None:
             layout="dp=2",
             precision="fp64",
             microbatch=microbatch,
-            compress=paceline.Compression("topk:0.5", smallest=0),
+            compress=at_once("topk:0.5", smallest=0),
         )
         draw = torch.Generator().manual_seed(1)
         for samples in (12, 3, 12):
@@ -154,7 +161,7 @@ def test_a_resumed_run_is_equal_to_the_bit(
 ) -> None:
     def job(form: str, layout: str, folder: str, steps: list[int]) -> Any:
         data = batches(6)
-        compress = paceline.Compression(form, warmup_steps=1, smallest=64)
+        compress = at_once(form, warmup_steps=1, smallest=64)
         for stop in steps:
             engine = make_engine(layout, compress=compress)
             with paceline.Checkpoints(folder, engine) as checkpoints:
@@ -211,7 +218,7 @@ def test_another_world_carries_over_what_was_left(
 
 @pytest.mark.world(2)
 def test_warm_up_steps_are_plain(ranks: Any) -> None:
-    compress = paceline.Compression("sign", warmup_steps=2)
+    compress = at_once("sign", warmup_steps=2)
     plain = ranks(train, "dp=2", 3, {})
     warm = ranks(train, "dp=2", 3, {"compress": compress})
     assert warm[0][0] == plain[0][0]  # the third loss is that of what two steps made
@@ -222,7 +229,7 @@ def test_warm_up_steps_are_plain(ranks: Any) -> None:
 @pytest.mark.world(2)
 def test_rules_and_small_tensors(ranks: Any) -> None:
     def job() -> Any:
-        compress = paceline.Compression("topk:0.01", rules={"blocks.0.*": "none"}, smallest=512)
+        compress = at_once("topk:0.01", rules={"blocks.0.*": "none"}, smallest=512)
         engine = make_engine("dp=2", compress=compress)
         engine.step(own_share(batches(1)[0], engine.layout))
         assert engine.wiring is not None
@@ -237,6 +244,17 @@ def test_rules_and_small_tensors(ranks: Any) -> None:
 
 
 @pytest.mark.world(2)
+def test_embeddings_are_left_alone_unless_asked_for(ranks: Any) -> None:
+    def job(asked: bool) -> Any:
+        engine = make_engine("dp=2", compress=at_once("topk:0.01", smallest=64, embeddings=asked))
+        engine.step(own_share(batches(1)[0], engine.layout))
+        assert engine.wiring is not None
+        return set(engine.wiring.exchange.memory.residuals)
+
+    assert ranks(job, True)[0] - ranks(job, False)[0] == {"tokens.weight", "positions.weight"}
+
+
+@pytest.mark.world(2)
 def test_bytes_are_those_of_the_form(ranks: Any) -> None:
     """Indices and values travel, not zeros: 2 + 4 bytes an element, and few for each block."""
 
@@ -248,7 +266,7 @@ def test_bytes_are_those_of_the_form(ranks: Any) -> None:
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             loss=nn.functional.mse_loss,
             layout="dp=2",
-            compress=form,
+            compress=at_once(form),
         )
         engine.step((torch.randn(2, 1024), torch.randn(2, 1024)))
         assert engine.wiring is not None
@@ -257,7 +275,7 @@ def test_bytes_are_those_of_the_form(ranks: Any) -> None:
     count = 1024 * 1024
     assert ranks(job, "fp16")[0] == 2 * count
     assert ranks(job, "int8")[0] == count + 4 * count / 1024
-    assert ranks(job, "sign")[0] == count / 8 + 4 * count / 1024
+    assert ranks(job, "sign")[0] == count / 8 + 4 * count / 128
     chosen = -(-count // 100)
     assert ranks(job, "topk:0.01")[0] == 6 * chosen + 4 * count / 65536
     assert ranks(job, "randomk:0.01+fp16")[0] == 2 * chosen
@@ -286,7 +304,7 @@ def test_parameters_that_nobody_uses_keep_what_they_have(ranks: Any) -> None:
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             loss=nn.functional.mse_loss,
             layout="dp=2",
-            compress=paceline.Compression("topk:0.1", smallest=0),
+            compress=at_once("topk:0.1", smallest=0),
         )
         assert engine.wiring is not None
         residuals = engine.wiring.exchange.memory.residuals

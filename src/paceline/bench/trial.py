@@ -81,10 +81,15 @@ class WireResult:
         return next((trial for trial in self.trials if trial.format == format), None)
 
     @property
+    def plain_seconds(self) -> float | None:
+        """What a step of plain takes."""
+        plain = self.of(PLAIN)
+        return None if plain is None else plain.step_seconds
+
+    @property
     def equal_seconds(self) -> float | None:
         """The time that plain needs for the steps that all have in common."""
-        plain = self.of(PLAIN)
-        seconds = None if plain is None else plain.step_seconds
+        seconds = self.plain_seconds
         return None if seconds is None else self.steps * seconds
 
     def to_dict(self) -> dict[str, Any]:

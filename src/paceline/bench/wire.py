@@ -71,9 +71,8 @@ class Trials:
             self._tell(trial)
             if wish.name == PLAIN and not trial.measured:
                 return result  # there is nothing to compare others with
-        plain = result.trials[0].step_seconds or 0.0
-        if any(t.measured for t in result.trials[1:]) and self._left() > _TIMED_STEPS * plain:
-            result.plain_again = self._plain_again(self._left() / max(plain, 1e-9))
+        if any(trial.measured for trial in result.trials[1:]):
+            result.plain_again = self._plain_again()
         result.complete = True
         self._keep(result)
         return result
@@ -85,11 +84,12 @@ class Trials:
         sent = "" if trial.sent_per_step is None else f", {show_size(trial.sent_per_step)} sent"
         self._say(f"{trial.format}: {show_time(trial.step_seconds)} a step{sent}")
 
-    def _plain_again(self, most: float) -> float:
-        """What a step of plain takes now, by ``most`` steps at most."""
+    def _plain_again(self) -> float:
+        """What a step of plain takes now. Some steps for that are made even if the time is up."""
+        most = math.floor(self._left() / (self.result.trials[0].step_seconds or 1.0))
         training = Training(self._world, self._config, self._data, Wish(PLAIN))
         try:
-            self._advance(training, min(_TIMED_AGAIN, max(math.floor(most), _TIMED_STEPS)))
+            self._advance(training, min(_TIMED_AGAIN, max(most, _TIMED_STEPS)))
             return training.step_seconds()
         finally:
             training.close()
@@ -101,7 +101,7 @@ class Trials:
         return left
 
     def _try(self, wish: Wish, left_to_try: int) -> Trial:
-        left = self._left()
+        left = self._left() - _TIMED_AGAIN * (self.result.plain_seconds or 0.0)
         if left <= 0 and wish.name != PLAIN:
             return Trial(wish.name, refused="the time was up; give more --seconds")
         try:
@@ -161,13 +161,16 @@ class Trials:
             goal = fits if ahead <= max(period, fits * _NEAR) else half
             if training.steps < result.steps <= goal:
                 self._evaluate(training, result.steps, losses)
+            elif goal >= fits / 2:  # this may turn out to be as far as it gets
+                self._evaluate(training, goal, losses)
             else:
                 self._advance(training, goal)
-        if training.steps > fits * (1 + _NEAR):
-            return fits  # slower than plain by far: the time was over before it was known
-        if training.steps not in losses:
+        if result.setting.loss == "training":
+            return min(fits, training.steps)
+        if training.steps <= fits and training.steps not in losses:
             self._evaluate(training, training.steps, losses)
-        return training.steps
+        in_time = [steps for steps in losses if fits / 2 <= steps <= fits * (1 + _NEAR)]
+        return max(in_time, default=fits)
 
     def _evaluate(self, training: Training, steps: int, losses: dict[int, float]) -> None:
         self._advance(training, steps)

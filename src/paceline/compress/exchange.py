@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.compress.formats import HALF, Cast, Drawn, Format, Largest, Plain, Turn
 from paceline.compress.options import Compression, Form
 from paceline.compress.powersgd import PowerSGD
-from paceline.compress.quantised import int8, signs, stretch
+from paceline.compress.quantised import Quantised, int8, signs
 from paceline.compress.wire import Wire, ring_bytes
 
 _NO_FORM = Form("none")
@@ -78,6 +78,8 @@ class Exchange:
         """What the gradients given here are to be divided by to be those of the mean loss."""
         self.left_plain: set[str] = set()
         """Parameters that travel as they are, whatever the options say."""
+        self.embeddings: set[str] = set()
+        """Parameters that are embeddings."""
         self.alike: set[str] = set()
         """Parameters that other ranks exchange, too, and that must come out equal there."""
         self.plain = 0.0
@@ -91,7 +93,7 @@ class Exchange:
     @property
     def warming_up(self) -> bool:
         """Whether everything still travels as it is."""
-        return self.step < self.options.warmup_steps
+        return self.step < self.options.warmup
 
     @torch.no_grad()
     def average(
@@ -149,7 +151,7 @@ class Exchange:
     def _form_of(self, name: str, shape: tuple[int, ...]) -> Form:
         if self.warming_up or self.wire.size == 1 or name in self.left_plain:
             return _NO_FORM
-        form = self.options.form_of(name, shape)
+        form = self.options.form_of(name, shape, is_embedding=name in self.embeddings)
         codec = self.format_of(form)
         return _NO_FORM if isinstance(codec, PowerSGD) and not codec.pays_for(shape) else form
 
@@ -169,7 +171,7 @@ class Exchange:
     def _send(self, codec: Format, gradients: dict[str, Tensor], turn: Turn) -> None:
         sizes = {name: gradient.numel() for name, gradient in gradients.items()}
         values = torch.cat([self.due(n, g).flatten() for n, g in gradients.items()])
-        sent = codec.mean(values, self.wire, turn, self._kept(turn.slot, sizes, values))
+        sent = codec.mean(values, self.wire, turn, self._kept(codec, turn.slot, sizes, values))
         feeds_back = self.feeds_back(codec)
         if sent.kept is not None and feeds_back:
             start = self.wire.rank * len(sent.kept)
@@ -209,14 +211,17 @@ class Exchange:
     def _in_units(self, values: Tensor) -> Tensor:
         return values if self.unit == 1 else values / self.unit
 
-    def _kept(self, slot: int, sizes: Mapping[str, int], values: Tensor) -> Tensor | None:
+    def _kept(
+        self, codec: Format, slot: int, sizes: Mapping[str, int], values: Tensor
+    ) -> Tensor | None:
         """What rounding the last sum of this bucket lost here."""
         kept = self._next.kept.get(slot) or self.memory.kept.get(slot)
         if kept is not None and list(kept.sizes.items()) == list(sizes.items()):
             return kept.values.to(values) * self.unit
-        if not any(name in self.loaded_kept for name in sizes):
+        has_loaded = any(name in self.loaded_kept for name in sizes)
+        if not has_loaded or not isinstance(codec, Quantised):
             return None
-        length = stretch(values.numel(), self.wire.size)
+        length = codec.stretch(values.numel(), self.wire.size)
         row = values.new_zeros(length * self.wire.size)
         at = 0
         for name, size in sizes.items():

@@ -29,6 +29,7 @@ class Quantised:
     layout to load: then everything goes to everyone.
     """
 
+    block: int
     to_bytes: Pack
     from_bytes: Unpack
     in_stretches: bool = True
@@ -39,7 +40,7 @@ class Quantised:
         if wire.size == 2 or not self.in_stretches:
             return self._from_everyone(values, wire)
         count, dtype = values.numel(), values.dtype
-        length = stretch(count, wire.size)
+        length = self.stretch(count, wire.size)
         stretches = _padded(values, length * wire.size).chunk(wire.size)
         packed = [self.to_bytes(part) for part in stretches]
         own = torch.cat([self.from_bytes(part, length, dtype) for part in packed])
@@ -54,6 +55,10 @@ class Quantised:
         left = total - self.from_bytes(rounded, length, dtype)
         mean = torch.cat([self.from_bytes(m, length, dtype) for m in wire.gather(rounded)])
         return Sent(mean[:count], own[:count], left)
+
+    def stretch(self, count: int, ranks: int) -> int:
+        """How many of ``count`` elements each rank adds up: whole blocks, the last ones padding."""
+        return -(-quantise.blocks_of(count, self.block) // ranks) * self.block
 
     def _from_everyone(self, values: Tensor, wire: Wire) -> Sent:
         messages = wire.gather(self.to_bytes(values))
@@ -72,11 +77,6 @@ class Quantised:
         return self.from_bytes(packed, count, dtype)
 
 
-def stretch(count: int, ranks: int) -> int:
-    """How many of ``count`` elements each rank adds up: whole blocks, the last ones padding."""
-    return -(-quantise.blocks_of(count) // ranks) * quantise.BLOCK
-
-
 def _padded(values: Tensor, length: int) -> Tensor:
     missing = length - values.numel()
     return torch.cat([values, values.new_zeros(missing)]) if missing else values
@@ -90,11 +90,11 @@ def int8(*, in_stretches: bool = True) -> Quantised:
         return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
 
     def unpack(packed: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        head = 4 * quantise.blocks_of(count)
+        head = 4 * quantise.blocks_of(count, quantise.INT8_BLOCK)
         scales = packed[:head].clone().view(torch.float32)
         return quantise.from_int8(packed[head:].view(torch.int8), scales, dtype)
 
-    return Quantised(pack, unpack, in_stretches)
+    return Quantised(quantise.INT8_BLOCK, pack, unpack, in_stretches)
 
 
 def signs(*, in_stretches: bool = True) -> Quantised:
@@ -105,8 +105,8 @@ def signs(*, in_stretches: bool = True) -> Quantised:
         return torch.cat([scales.view(torch.uint8), packed])
 
     def unpack(packed: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        head = 4 * quantise.blocks_of(count)
+        head = 4 * quantise.blocks_of(count, quantise.SIGN_BLOCK)
         scales = packed[:head].clone().view(torch.float32)
         return quantise.from_signs(packed[head:], scales, count, dtype)
 
-    return Quantised(pack, unpack, in_stretches)
+    return Quantised(quantise.SIGN_BLOCK, pack, unpack, in_stretches)

@@ -33,14 +33,18 @@ class CompressSection(Section):
         default=None,
         description="Send later what was left behind; null: where the format needs it.",
     )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="Steps without compression at the start."
+    warmup_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="Steps without compression at the start; null: 100 for sign, topk, randomk and "
+        "powersgd, else none.",
     )
     smallest: int = Field(
         default=1024,
         ge=0,
         description="Tensors with fewer elements, and vectors, travel as they are.",
     )
+    embeddings: bool = Field(default=False, description="Compress embeddings, too.")
     rules: dict[str, str] = Field(
         default_factory=dict,
         description="Other formats by name pattern, like {'embedding.*': 'none'}.",

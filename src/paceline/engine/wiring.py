@@ -32,9 +32,13 @@ class Wiring:
         self._names = {id(p): name for name, p in model.named_parameters()}
         wire = _wire(layout, world)
         self.exchange = Exchange(compression, self._names, wire, whole=layout.tp == 1)
+        self.exchange.embeddings = {
+            self._names[id(parameter)]
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            for parameter in module.parameters(recurse=False)
+        }
         self._hook = Hook(self.exchange, world.device, waits=not _by_nccl(world))
-        # For each parameter, whatever its form: what a ring would send of it uncompressed.
-        self.plain_bytes = 0.0
 
     def know(self, held: Mapping[str, Sequence[nn.Parameter]], tied: Iterable[str]) -> None:
         """The parameters that this rank trains, once the model is spread.

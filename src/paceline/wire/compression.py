@@ -21,6 +21,8 @@ FORMATS = {
 }
 """The formats, and what the number after the colon is."""
 
+_LEAVES_BEHIND = ("sign", "topk", "randomk", "powersgd")
+_WARMUP = 100
 _THEN = ("fp16", "bf16")
 _TAKES_THEN = ("topk", "randomk", "powersgd")
 _TEXT = re.compile(r"(?P<name>[a-z0-9]+)(:(?P<number>[0-9.eE+-]*[0-9.]))?(\+(?P<then>[a-z0-9]+))?")
@@ -94,8 +96,10 @@ class Compression:
             ``topk:RATIO`` (the largest), ``randomk:RATIO`` (drawn anew each step) or
             ``powersgd:RANK``; the last three may go on in 16 bits, as in ``powersgd:4+fp16``.
         error_feedback: send later what was left behind. ``None``: where the format needs it.
-        warmup_steps: so many steps without compression first.
+        warmup_steps: so many steps without compression first, while gradients are large and change
+            fast. ``None``: 100 for formats that leave something behind, else none.
         smallest: tensors with fewer elements, and vectors (norms, biases), travel as they are.
+        embeddings: whether embeddings, whose gradients are mostly zero, are compressed, too.
         rules: from name patterns to formats, for parameters that are to travel in another one:
             ``{"embedding.*": "none"}``. The first that matches counts.
         seed: of what is drawn.
@@ -103,8 +107,9 @@ class Compression:
 
     format: str = "none"
     error_feedback: bool | None = None
-    warmup_steps: int = 0
+    warmup_steps: int | None = None
     smallest: int = 1024
+    embeddings: bool = False
     rules: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
 
@@ -117,6 +122,8 @@ class Compression:
                 raise TrainingError(f"compress: rule for {pattern!r}: {error}") from None
         for name in ("warmup_steps", "smallest"):
             value = getattr(self, name)
+            if value is None and name == "warmup_steps":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise TrainingError(
                     f"compress: {name}={value!r} must be a whole number, 0 or more."
@@ -139,7 +146,14 @@ class Compression:
         named = [Form.parse(text) for text in (self.format, *self.rules.values())]
         return ", ".join(dict.fromkeys(str(f) for f in named if f.name != "none")) or None
 
-    def form_of(self, name: str, shape: tuple[int, ...]) -> Form:
+    @property
+    def warmup(self) -> int:
+        """How many steps are without compression."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return _WARMUP if Form.parse(self.format).name in _LEAVES_BEHIND else 0
+
+    def form_of(self, name: str, shape: tuple[int, ...], *, is_embedding: bool = False) -> Form:
         """The format in which the parameter ``name`` travels."""
         for pattern, text in self.rules.items():
             if fnmatch.fnmatchcase(name, pattern):
@@ -147,6 +161,6 @@ class Compression:
         size = 1
         for length in shape:
             size *= length
-        if len(shape) < 2 or size < self.smallest:
+        if len(shape) < 2 or size < self.smallest or (is_embedding and not self.embeddings):
             return Form("none")
         return Form.parse(self.format)

@@ -85,7 +85,7 @@ class LocalSteps:
     @property
     def compression(self) -> Compression:
         """How the distances travel."""
-        return Compression(self.exchange)
+        return Compression(self.exchange, warmup_steps=0, embeddings=True)
 
     def meeting(self, step: int) -> int | None:
         """The fragment that meets after ``step`` steps; ``None`` where none does.

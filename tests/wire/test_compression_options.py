@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.compress import Compression, Form
 from paceline.errors import TrainingError
+from paceline.wire import Compression, Form
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,9 @@ def test_a_name_alone_will_do() -> None:
     assert Compression.of("int8") == Compression("int8")
     with pytest.raises(TrainingError, match=r"paceline\.Compression"):
         Compression.of(8)  # type: ignore[arg-type]
+
+
+def test_steps_of_warm_up_are_for_what_leaves_something_behind() -> None:
+    assert [Compression(form).warmup for form in ("none", "fp16", "int8")] == [0, 0, 0]
+    assert [Compression(form).warmup for form in ("sign", "topk:0.1", "powersgd:2")] == [100] * 3
+    assert Compression("sign", warmup_steps=0).warmup == 0
