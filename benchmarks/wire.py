@@ -38,7 +38,14 @@ from paceline.testing.hosts import hosts_available
 
 TASK = Task(layers=8, heads=8, width=512, context=64, global_batch=2, lr=3e-4, warmup=10)
 _WIDTH = 118
-WAYS = [*BASELINES, *(paceline_format(f"Paceline {text}", text) for text in FORMATS)]
+WAYS = [
+    *BASELINES,
+    *(
+        paceline_format(f"Paceline {text}", text)
+        for text in (*FORMATS, "topk:0.03+fp16", "powersgd:16+fp16")
+    ),
+    paceline_format("Paceline sign, no feedback", "sign", error_feedback=False),
+]
 
 
 def main() -> None:

@@ -53,14 +53,18 @@ class Courier:
             self._thread = None
 
     def _work(self) -> None:
-        while (errand := self._errands.get()) is not None:
-            on = contextlib.nullcontext() if errand.stream is None else _on(errand.stream)
-            with on:
-                try:
-                    errand.future.set_result(errand.run())
-                except Exception as error:
-                    errand.future.set_exception(error)  # type: ignore[arg-type]  # torch's stub
+        while True:
+            errand = self._errands.get()
+            if errand is None:
+                return
+            _do(errand)
+            del errand  # or else it would hold gradients while there is nothing to do
 
 
-def _on(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.stream(stream)
+def _do(errand: _Errand) -> None:
+    stream = errand.stream
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        try:
+            errand.future.set_result(errand.run())
+        except Exception as error:
+            errand.future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong

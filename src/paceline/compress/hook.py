@@ -21,7 +21,7 @@ class Hook:
     def __init__(self, exchange: Exchange, device: torch.device, *, waits: bool) -> None:
         self.exchange = exchange
         self._device = device
-        self._courier = Courier() if waits else None
+        self.courier = Courier() if waits else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -34,8 +34,8 @@ class Hook:
             return buffer
 
         if self._stream is None:
-            assert self._courier is not None
-            return self._courier.send(carry)
+            assert self.courier is not None
+            return self.courier.send(carry)
         return self._on_stream(carry, buffer)
 
     def _on_stream(self, carry: Any, buffer: Tensor) -> torch.futures.Future[Tensor]:
@@ -49,8 +49,8 @@ class Hook:
                 stream.wait_event(ready)
                 return carry()
 
-        if self._courier is not None:
-            return self._courier.send(beside, stream)
+        if self.courier is not None:
+            return self.courier.send(beside, stream)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
         result = beside()
         with torch.cuda.stream(stream):
@@ -59,5 +59,5 @@ class Hook:
 
     def close(self) -> None:
         """End the courier."""
-        if self._courier is not None:
-            self._courier.close()
+        if self.courier is not None:
+            self.courier.close()

@@ -266,6 +266,8 @@ class Engine:
         if self.rounds is not None and self.rounds.start_step():
             return step_alone(self, self.rounds, batch, started)
         self.reducing.begin_step()
+        if self.wiring is not None:
+            self.wiring.forget()
         self._sync_buffers()
         saved_buffers = self._copy_buffers() if self.options["nonfinite"] == "skip" else {}
         parts = self._passes.parts(batch)

@@ -81,8 +81,6 @@ class Rounds:
         self.meetings = 0
         self.steps_alone = 0
         """Steps that this replica has done by itself."""
-        self.steps_alone = 0
-        """The steps of this process that waited for no other replica."""
         self.pending: deque[Meeting] = deque()
         self._engine, self._world = engine, engine.world
         self.fragments: list[list[str]] = []
@@ -112,7 +110,6 @@ class Rounds:
         if not self.begun:
             self.begin()
         self.together = False
-        self.steps_alone += 1
         return True
 
     def begin(self) -> None:

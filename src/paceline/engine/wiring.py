@@ -39,6 +39,8 @@ class Wiring:
             for parameter in module.parameters(recurse=False)
         }
         self._hook = Hook(self.exchange, world.device, waits=not _by_nccl(world))
+        if self._hook.courier is not None:
+            world.before_close(self._hook.courier.close)
 
     def know(self, held: Mapping[str, Sequence[nn.Parameter]], tied: Iterable[str]) -> None:
         """The parameters that this rank trains, once the model is spread.
@@ -91,6 +93,10 @@ class Wiring:
         """For FSDP."""
         cuts = [Cut(name, shape) for name, shape in parameters]
         return Scatter(self.exchange, cuts, slot).sum
+
+    def forget(self) -> None:
+        """What a step that failed half way has sent does not count."""
+        self.exchange.settle(applied=False)
 
     def begin(self, step: int, unit: float) -> None:
         """A step begins, whose gradients are ``unit`` times those of the mean loss."""
