@@ -32,7 +32,7 @@ from wiring import diloco, judging
 from wiring.link import LOOPBACK, Link, linked
 from wiring.running import Job, Outcome, Step, run
 from wiring.task import Task
-from wiring.ways import BASELINES, FORMATS, PLAIN, Way, paceline_format
+from wiring.ways import BASELINES, FORMATS, PLAIN, Way, in_one_bucket, paceline_format
 
 from paceline.testing.hosts import hosts_available
 
@@ -45,6 +45,10 @@ WAYS = [
         for text in (*FORMATS, "topk:0.03+fp16", "powersgd:16+fp16")
     ),
     paceline_format("Paceline sign, no feedback", "sign", error_feedback=False),
+    *(
+        in_one_bucket(paceline_format(f"Paceline {text}", text))
+        for text in ("powersgd:1", "powersgd:4+fp16", "powersgd:16+fp16")
+    ),
 ]
 
 

@@ -57,6 +57,13 @@ def paceline_format(name: str, text: str, **options: Any) -> Way:
     return Way(name, "paceline", {"compress": {"format": text, "warmup_steps": 0, **options}})
 
 
+def in_one_bucket(way: Way) -> Way:
+    """The same with all gradients in one bucket: fewer messages, where each takes long."""
+    return Way(
+        f"{way.name}, one bucket", way.who, {**way.settings, "bucket_cap_mb": _ONE_BUCKET_MB}
+    )
+
+
 def powersgd_hook(who: str, rank: int, *, one_bucket: bool) -> Way:
     """torch's own PowerSGD hook, by hand or through Accelerate."""
     label = {"ddp": "DDP", "accelerate": "Accelerate"}[who]
@@ -115,6 +122,8 @@ def _paceline(settings: dict[str, Any], task: Task, device: torch.device) -> Tra
     options: dict[str, Any] = {}
     if settings.get("compress", {}).get("format", "none") != "none":
         options["compress"] = paceline.Compression(**settings["compress"])
+    if "bucket_cap_mb" in settings:
+        options["reduction"] = paceline.Reduction(bucket_mib=settings["bucket_cap_mb"])
     if "local_steps" in settings:
         options["local_steps"] = paceline.LocalSteps(**settings["local_steps"])
     engine = paceline.Engine(

@@ -186,9 +186,9 @@ class Exchange:
         values = {n: self.due(n, g) for n, g in gradients.items()}
         found = codec.means(values, self.memory.right | self._next.right, self.wire, turn)
         self._next.right |= found.right
-        for name, mean in found.means.items():
-            gradients[name].copy_(mean)
-            self.leave(name, values[name] - mean if self.feeds_back(codec) else None)
+        for name, gradient in gradients.items():
+            found.write(name, gradient)
+            self.leave(name, values[name].sub_(gradient) if self.feeds_back(codec) else None)
 
     def due(self, name: str, gradient: Tensor) -> Tensor:
         """The gradient, and what earlier steps left behind of it, whatever form it is sent in."""
@@ -201,12 +201,15 @@ class Exchange:
         return gradient + residual if self.unit == 1 else gradient + residual * self.unit
 
     def leave(self, name: str, rest: Tensor | None) -> None:
-        """Note what this step has not sent of a gradient; ``None``: everything was."""
+        """Note what this step has not sent of a gradient; ``None``: everything was.
+
+        ``rest`` is kept, and must be nobody else's.
+        """
         if rest is None:
             self._next.residuals.pop(name, None)
             self._all_sent.add(name)
         else:
-            self._next.residuals[name] = self._in_units(rest.clone())
+            self._next.residuals[name] = self._in_units(rest)
 
     def _in_units(self, values: Tensor) -> Tensor:
         return values if self.unit == 1 else values / self.unit

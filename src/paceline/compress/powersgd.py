@@ -18,11 +18,19 @@ from paceline.compress.wire import Wire
 
 
 class Factored(NamedTuple):
-    """What came of an exchange, by name: the means, and where the next step starts."""
+    """What came of an exchange, by name; equal on all ranks."""
 
-    means: dict[str, Tensor]
+    left: dict[str, Tensor]
     right: dict[str, Tensor]
-    """Equal on all ranks."""
+    """Where the next step starts, too."""
+
+    def write(self, name: str, mean: Tensor) -> None:
+        """Put the mean of a matrix into ``mean``, which has its shape."""
+        left, right = self.left[name], self.right[name]
+        if mean.is_contiguous():
+            torch.mm(left, right.T, out=mean.view(as_matrix(mean.shape)))
+        else:
+            mean.copy_((left @ right.T).view(mean.shape))
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,7 @@ class PowerSGD:
         left = {name: m @ self._start(right.get(name), m) for name, m in flat.items()}
         left = {name: _orthogonal(p) for name, p in _together(left, form, wire, turn).items()}
         thin = {name: m.T @ left[name] for name, m in flat.items()}
-        found = _together(thin, form, wire, turn)
-        return Factored(
-            {n: (left[n] @ found[n].T).reshape(matrices[n].shape) for n in matrices}, found
-        )
+        return Factored(left, _together(thin, form, wire, turn))
 
     def _start(self, kept: Tensor | None, matrix: Tensor) -> Tensor:
         if kept is None or kept.shape != (matrix.shape[1], self.rank):
