@@ -11,7 +11,7 @@ a step does not depend on the link: it is taken from a run of its own on the loo
 The second part trains the demo over the last link, each step together and in local steps (DiLoCo).
 
     python benchmarks/wire.py [--links 1000 100:5] [--steps 60] [--seconds 40] [--most 75]
-                              [--settings NAME...] [--part formats|diloco] [--outer 0.7/0.9...]
+                              [--settings NAME...] [--part formats|diloco] [--outer 0.7/0.5...]
 
 Needs root, for the hosts, and Accelerate (``pip install 'paceline[bench]'``).
 """
@@ -63,9 +63,10 @@ def main() -> None:
         if "formats" in options.part:
             _formats(options, Path(folder))
         if "diloco" in options.part:
-            told = diloco.compare(
-                Path(folder), options.links[-1], options.outer, options.start, options.local_steps
+            rounds = diloco.Rounds(
+                options.outer, options.exchange, options.start, options.start_format
             )
+            told = diloco.compare(Path(folder), options.links[-1], rounds, options.local_steps)
             path = options.json and options.json.with_stem(f"{options.json.stem}_diloco")
             report.write("wire_diloco", told, path)
 
@@ -81,12 +82,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--most", type=float, default=75, help="seconds for who is slower")
     parser.add_argument("--settings", nargs="+", help="only ways with one of these in their names")
     parser.add_argument("--part", action="append", choices=["formats", "diloco"])
-    parser.add_argument("--local-steps", type=int, default=600, help="steps of the second part")
+    parser.add_argument("--local-steps", type=int, default=1020, help="steps of the second part")
     parser.add_argument(
-        "--outer", nargs="+", default=["0.7/0.9", "1/0"], metavar="LR/MOMENTUM",
+        "--outer", nargs="+", default=["0.7/0.5", "1/0"], metavar="LR/MOMENTUM",
         help="outer optimizers of the second part",
     )  # fmt: skip
-    parser.add_argument("--start", type=int, default=0, help="steps together before rounds begin")
+    parser.add_argument("--exchange", default="int8", help="format of what meetings tell")
+    parser.add_argument("--start", type=int, default=420, help="steps together before rounds begin")
+    parser.add_argument(
+        "--start-format", default="powersgd:4+fp16", help="format of their gradients"
+    )
     parser.add_argument("--global-batch", type=int, default=TASK.global_batch)
     parser.add_argument("--context", type=int, default=TASK.context)
     parser.add_argument("--json", type=Path)

@@ -17,27 +17,39 @@ from wiring.task import Task
 from wiring.ways import Way
 
 EVERY = 50
+_WARMUP = 12
 TOGETHER = Way("every step together", "paceline")
 
 
-def _ways(outer: Sequence[str], start: int) -> list[Way]:
-    """Together, and in rounds with each outer optimizer (``"0.7/0.9"``); the first in int8, too.
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds with each outer optimizer (``"0.7/0.9"``), what is told at a meeting as ``exchange``.
 
-    Rounds begin after ``start`` steps together.
+    They begin after ``start`` steps together, whose gradients travel as ``form``.
     """
-    return [
-        TOGETHER,
-        *(_in_rounds(text, "none", start) for text in outer),
-        _in_rounds(outer[0], "int8", start),
-    ]
 
+    outer: Sequence[str]
+    exchange: str = "int8"
+    start: int = 0
+    form: str = "none"
 
-def _in_rounds(outer: str, exchange: str, start: int) -> Way:
-    rate, _, momentum = outer.partition("/")
-    options = {"outer_lr": float(rate), "outer_momentum": float(momentum or 0)}
-    name = f"rounds of {EVERY}, outer {outer}" + ("" if exchange == "none" else f", {exchange}")
-    settings = {"local_steps": {"every": EVERY, "start": start, "exchange": exchange, **options}}
-    return Way(name, "paceline", settings)
+    def ways(self) -> list[Way]:
+        """All of them, after training together."""
+        return [TOGETHER, *map(self._way, self.outer)]
+
+    def _way(self, outer: str) -> Way:
+        rate, _, momentum = outer.partition("/")
+        rounds = {"every": EVERY, "start": self.start, "exchange": self.exchange}
+        rounds |= {"outer_lr": float(rate), "outer_momentum": float(momentum or 0)}
+        settings: dict[str, Any] = {"local_steps": rounds}
+        name = f"rounds of {EVERY}, outer {outer}, {self.exchange}"
+        if self.start:
+            name += f"; {self.start} steps before in {self.form}"
+        if self.form != "none":
+            settings["compress"] = {
+                "format": self.form, "warmup_steps": _WARMUP, "embeddings": True
+            }  # fmt: skip
+        return Way(name, "paceline", settings)
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,10 @@ class Row:
     error: str | None
 
 
-def compare(
-    folder: Path, link: Link, outer: Sequence[str], start: int, steps: int
-) -> dict[str, Any]:
-    """Train the demo by each of :func:`_ways` and tell the traffic and the loss."""
-    steps -= (steps - start) % EVERY  # the end of a round
-    ways = _ways(outer, start)
+def compare(folder: Path, link: Link, rounds: Rounds, steps: int) -> dict[str, Any]:
+    """Train the demo together and in ``rounds``, and tell the traffic and the loss."""
+    steps -= (steps - rounds.start) % EVERY  # the end of a round
+    ways = rounds.ways()
     task = _demo(steps)
     outcomes: list[Outcome] = []
     with linked(link) as hosts, report.progress("local steps", len(ways)) as advance:
