@@ -171,8 +171,9 @@ class Exchange:
     def _send(self, codec: Format, gradients: dict[str, Tensor], turn: Turn) -> None:
         sizes = {name: gradient.numel() for name, gradient in gradients.items()}
         values = torch.cat([self.due(n, g).flatten() for n, g in gradients.items()])
-        sent = codec.mean(values, self.wire, turn, self._kept(codec, turn.slot, sizes, values))
         feeds_back = self.feeds_back(codec)
+        kept = self._kept(codec, turn.slot, sizes, values)
+        sent = codec.mean(values, self.wire, turn, kept, wants_own=feeds_back)
         if sent.kept is not None and feeds_back:
             start = self.wire.rank * len(sent.kept)
             self._next.kept[turn.slot] = Kept(sizes, start, self._in_units(sent.kept))
@@ -184,6 +185,8 @@ class Exchange:
 
     def _factor(self, codec: PowerSGD, gradients: dict[str, Tensor], turn: Turn) -> None:
         values = {n: self.due(n, g) for n, g in gradients.items()}
+        # The means are written over the gradients, and what is left is the difference of both.
+        values = {n: v.clone() if v is gradients[n] else v for n, v in values.items()}
         found = codec.means(values, self.memory.right | self._next.right, self.wire, turn)
         self._next.right |= found.right
         for name, gradient in gradients.items():
@@ -191,12 +194,15 @@ class Exchange:
             self.leave(name, values[name].sub_(gradient) if self.feeds_back(codec) else None)
 
     def due(self, name: str, gradient: Tensor) -> Tensor:
-        """The gradient, and what earlier steps left behind of it, whatever form it is sent in."""
+        """The gradient, and what earlier steps left behind of it, whatever form it is sent in.
+
+        The very same tensor, where nothing was left.
+        """
         residual = self._next.residuals.get(name)
         if residual is None and name not in self._all_sent:
             residual = self.memory.residuals.get(name)
         if residual is None:
-            return gradient.clone()
+            return gradient
         residual = residual.to(gradient)
         return gradient + residual if self.unit == 1 else gradient + residual * self.unit
 

@@ -50,8 +50,19 @@ class Format(Protocol):
     def feedback(self) -> bool:
         """Whether what is left behind has to be sent later for training to converge."""
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
-        """The mean over the ranks of ``values``, in this form. A collective."""
+    def mean(
+        self,
+        values: Tensor,
+        wire: Wire,
+        turn: Turn,
+        kept: Tensor | None = None,
+        *,
+        wants_own: bool = True,
+    ) -> Sent:
+        """The mean over the ranks of ``values``, in this form. A collective.
+
+        Without ``wants_own`` nobody will look at ``values``, or at what of them was sent.
+        """
 
     def pack(self, values: Tensor, turn: Turn) -> Tensor:
         """``values`` as bytes; as many for as many values on every rank."""
@@ -66,9 +77,18 @@ class Plain:
 
     feedback = False
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
+    def mean(
+        self,
+        values: Tensor,
+        wire: Wire,
+        turn: Turn,
+        kept: Tensor | None = None,
+        *,
+        wants_own: bool = True,
+    ) -> Sent:
         """Everything was sent."""
-        return Sent(wire.sum(values.clone()).div_(wire.size), values)
+        total = wire.sum(values.clone() if wants_own else values)
+        return Sent(total.div_(wire.size), values)
 
     def pack(self, values: Tensor, turn: Turn) -> Tensor:
         """Their own bytes."""
@@ -86,10 +106,18 @@ class Cast:
     dtype: torch.dtype
     feedback = False
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
+    def mean(
+        self,
+        values: Tensor,
+        wire: Wire,
+        turn: Turn,
+        kept: Tensor | None = None,
+        *,
+        wants_own: bool = True,
+    ) -> Sent:
         """Divided before it is added up: a sum of large gradients may be too large for fp16."""
         sent = (values / wire.size).to(self.dtype)
-        own = sent.to(values.dtype).mul_(wire.size)
+        own = sent.to(values.dtype).mul_(wire.size) if wants_own else values
         return Sent(wire.sum(sent).to(values.dtype), own)
 
     def pack(self, values: Tensor, turn: Turn) -> Tensor:
@@ -109,7 +137,15 @@ class Largest:
     dtype: torch.dtype | None = None
     feedback = True
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
+    def mean(
+        self,
+        values: Tensor,
+        wire: Wire,
+        turn: Turn,
+        kept: Tensor | None = None,
+        *,
+        wants_own: bool = True,
+    ) -> Sent:
         """Positions and numbers in one message; every rank adds up all of them, in rank order."""
         size = values.numel()
         mean = torch.zeros_like(values)
@@ -117,7 +153,7 @@ class Largest:
         for rank, message in enumerate(wire.gather(self.pack(values, turn))):
             positions, numbers = self._read(message, size, values.dtype)
             mean.index_add_(0, positions, numbers)
-            if rank == wire.rank:
+            if rank == wire.rank and wants_own:
                 own = torch.zeros_like(values).index_copy_(0, positions, numbers)
         return Sent(mean.div_(wire.size), own)
 
@@ -149,13 +185,22 @@ class Drawn:
     dtype: torch.dtype | None = None
     feedback = True
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
+    def mean(
+        self,
+        values: Tensor,
+        wire: Wire,
+        turn: Turn,
+        kept: Tensor | None = None,
+        *,
+        wants_own: bool = True,
+    ) -> Sent:
         """The same positions on every rank, others at every step."""
         positions = self._positions(values.numel(), turn, values.device)
         sent = self._numbers.mean(self._chosen(values, positions), wire, turn)
-        mean, own = torch.zeros_like(values), torch.zeros_like(values)
-        mean[positions], own[positions] = sent.mean, sent.own
-        return Sent(mean, own)
+        mean = torch.zeros_like(values).index_copy_(0, positions, sent.mean)
+        if not wants_own:
+            return Sent(mean, values)
+        return Sent(mean, torch.zeros_like(values).index_copy_(0, positions, sent.own))
 
     def pack(self, values: Tensor, turn: Turn) -> Tensor:
         """The numbers alone."""

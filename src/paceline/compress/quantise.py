@@ -25,7 +25,8 @@ def blocks_of(size: int, block: int) -> int:
 def to_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     """``values`` (flat) as int8, and a float32 scale for every block."""
     padded = _padded(values, INT8_BLOCK).view(-1, INT8_BLOCK)
-    scales = padded.abs().amax(1).to(torch.float32) / _LEVELS
+    least, most = padded.aminmax(dim=1)
+    scales = torch.maximum(most, -least).to(torch.float32) / _LEVELS
     steps = torch.where(scales > 0, scales, 1.0).unsqueeze(1)
     codes = (padded / steps.to(padded.dtype)).round_().to(torch.int8)
     return codes.view(-1)[: values.numel()], scales

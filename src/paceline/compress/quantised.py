@@ -35,7 +35,15 @@ class Quantised:
     in_stretches: bool = True
     feedback = True
 
-    def mean(self, values: Tensor, wire: Wire, turn: Turn, kept: Tensor | None = None) -> Sent:
+    def mean(
+        self,
+        values: Tensor,
+        wire: Wire,
+        turn: Turn,
+        kept: Tensor | None = None,
+        *,
+        wants_own: bool = True,
+    ) -> Sent:
         """See the module."""
         if wire.size == 2 or not self.in_stretches:
             return self._from_everyone(values, wire)
@@ -63,8 +71,8 @@ class Quantised:
     def _from_everyone(self, values: Tensor, wire: Wire) -> Sent:
         messages = wire.gather(self.to_bytes(values))
         parts = [self.from_bytes(m, values.numel(), values.dtype) for m in messages]
-        mean = torch.zeros_like(values)
-        for part in parts:
+        mean = parts[0] + parts[1]
+        for part in parts[2:]:
             mean += part
         return Sent(mean.div_(wire.size), parts[wire.rank])
 
