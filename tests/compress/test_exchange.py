@@ -10,9 +10,9 @@ from torch import nn
 
 from paceline.compress.exchange import Exchange
 from paceline.compress.formats import Turn
-from paceline.compress.options import Compression
 from paceline.compress.powersgd import PowerSGD
 from paceline.compress.wire import Wire
+from paceline.wire import Compression
 from paceline.world import World
 
 FORMS = ["fp16", "bf16", "int8", "sign", "topk:0.1", "randomk:0.1", "topk:0.1+fp16", "powersgd:3"]

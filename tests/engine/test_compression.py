@@ -394,15 +394,29 @@ def test_what_is_not_sound_is_refused(ranks: Any, layout: str, form: str, rule: 
     assert all(rule in text for text in ranks(job, layout, form, world_size=size))
 
 
-def test_sparse_embeddings_are_refused() -> None:
-    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+@pytest.mark.parametrize(
+    "options",
+    [{"compress": "int8"}, {"reduction": paceline.Reduction(hierarchy="always")}],
+)
+def test_sparse_embeddings_are_refused(options: Any) -> None:
     with pytest.raises(paceline.errors.TrainingError, match="sparse=True"):
-        paceline.Engine(
-            model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            loss=nn.functional.mse_loss,
-            compress="int8",
-        )
+        sparse_engine(**options)
+
+
+def test_sparse_embeddings_are_fine_where_nothing_is_compressed() -> None:
+    """As a config says it that does not mention any of it."""
+    engine = sparse_engine(compress=paceline.Compression(), reduction=paceline.Reduction())
+    engine.step((torch.tensor([[1, 2]]), torch.zeros(1, 2, 2)))
+
+
+def sparse_engine(**options: Any) -> paceline.Engine:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    return paceline.Engine(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=nn.functional.mse_loss,
+        **options,
+    )
 
 
 def test_a_run_that_goes_on_without_compression_is_told(ranks: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.bench.trial import LEAST_STEPS, PLAIN
 from paceline.config import Config, check
+from paceline.config.keys import flat
 from paceline.config.wire import CompressSection
 from paceline.errors import ConfigError, LayoutError, TrainingError
 from paceline.layout import Layout
@@ -108,14 +109,14 @@ class WireRequest:
 
     def asked(self) -> dict[str, str]:
         """By option or key, in a form to compare with what other machines were asked."""
-        flat = {key: repr(value) for key, value in _flat(self.config).items()}
-        flat.pop("launch.rdzv", None)  # each machine may spell it in its own way
+        settings = {key: repr(value) for key, value in flat(self.config).items()}
+        settings.pop("launch.rdzv", None)  # each machine may spell it in its own way
         options = {
             "--formats": ",".join(self.formats),
             "--steps": str(self.steps),
             "--seconds": f"{self.seconds:g}",
         }
-        return flat | {f"paceline bench wire {name}": value for name, value in options.items()}
+        return settings | {f"paceline bench wire {name}": value for name, value in options.items()}
 
 
 def read_wire_request(
@@ -187,14 +188,3 @@ def _default_names(config: Config) -> Sequence[str]:
 
 def _words(text: str) -> list[str]:
     return [word.strip().lower() for word in text.split(",") if word.strip()]
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

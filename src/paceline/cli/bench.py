@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.bench_wire import wire
+from paceline.cli.options import Machines, MeetingPlace, Patience
 
 if TYPE_CHECKING:
     from paceline.bench.launching import Place
@@ -36,16 +37,9 @@ def comm(
         str | None,
         typer.Option(metavar="N", help="Ranks on each machine; else one per GPU, or 2."),
     ] = None,
-    nnodes: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="How many machines; start the same command on each."),
-    ] = None,
-    rdzv: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: one of the machines.")
-    ] = None,
-    wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to wait for the other machines.")
-    ] = 60.0,
+    nnodes: Machines = None,
+    rdzv: MeetingPlace = None,
+    wait: Patience = 60.0,
     collectives: Annotated[
         str,
         typer.Option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import ConfigFile, Overrides
+from paceline.cli.options import ConfigFile, Machines, MeetingPlace, Overrides, Patience
 
 if TYPE_CHECKING:
     from paceline.bench.launching import Place
@@ -21,19 +21,12 @@ def wire(
     nproc: Annotated[
         str | None, typer.Option(metavar="N", help="Ranks on each machine, as for a run.")
     ] = None,
-    nnodes: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="How many machines; start the same command on each."),
-    ] = None,
-    rdzv: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: one of the machines.")
-    ] = None,
+    nnodes: Machines = None,
+    rdzv: MeetingPlace = None,
     layout: Annotated[
         str | None, typer.Option(metavar="LAYOUT", help="How work is spread, like dp=2,zero=2.")
     ] = None,
-    wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to wait for the other machines.")
-    ] = 60.0,
+    wait: Patience = 60.0,
     formats: Annotated[
         str | None,
         typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import ConfigFile, Overrides
+from paceline.cli.options import ConfigFile, MeetingPlace, Overrides, Patience
 
 
 def doctor(
@@ -23,13 +23,8 @@ def doctor(
             help="How many machines, or least:most. Start the same command on each of them.",
         ),
     ] = None,
-    rdzv: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Where they meet: one of the machines."),
-    ] = None,
-    wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to wait for the other machines.")
-    ] = 60.0,
+    rdzv: MeetingPlace = None,
+    wait: Patience = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
     overrides: Overrides = None,
 ) -> None:

@@ -23,3 +23,13 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+Machines = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="How many machines; start the same command on each."),
+]
+MeetingPlace = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: one of the machines.")
+]
+Patience = Annotated[
+    float, typer.Option(metavar="SECONDS", help="How long to wait for the other machines.")
+]

@@ -331,6 +331,7 @@ def _meet(
     """Meet the launchers of the other machines, and agree with them on the run."""
     from paceline.cli.train_nodes import Nodes, asked_of, meet
     from paceline.config import dump
+    from paceline.config.keys import flat
 
     is_script = script is not None
     nodes = Nodes(
@@ -342,7 +343,7 @@ def _meet(
     )
     settings = {"launch": config.launch.model_dump()} if is_script else config.model_dump()
     more = {"--script": script} if script is not None else {}
-    return meet(config, nodes, asked_of(_flat(settings), **more), stack)
+    return meet(config, nodes, asked_of(flat(settings), **more), stack)
 
 
 def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, resume: bool) -> None:
@@ -399,6 +400,7 @@ def _overseer(config: Config, run: RunFolder) -> HangOverseer:
 
 def _trackers(config: Config, run: RunFolder) -> list[Tracker]:
     from paceline.cli.train_report import mlflow_uri
+    from paceline.config.keys import flat
     from paceline.track import MLflow, Progress, TensorBoard
 
     trackers: list[Tracker] = []
@@ -413,18 +415,7 @@ def _trackers(config: Config, run: RunFolder) -> list[Tracker]:
                 experiment=config.track.mlflow.experiment,
                 run_name=run.path.name,
                 run_dir=run.path,
-                params=_flat(config.model_dump()),
+                params=flat(config.model_dump()),
             )
         )
     return trackers
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.compress.formats import HALF, Cast, Drawn, Format, Largest, Plain, Turn
-from paceline.compress.options import Compression, Form
+from paceline.compress.formats import HALF, Cast, Drawn, Format, Largest, Plain, Trip, Turn
 from paceline.compress.powersgd import PowerSGD
 from paceline.compress.quantised import Quantised, int8, signs
 from paceline.compress.wire import Wire, ring_bytes
+from paceline.wire import Compression, Form
 
 _NO_FORM = Form("none")
 _FORMS_PER_BUCKET = 64
@@ -86,6 +86,7 @@ class Exchange:
         """Bytes that would have been sent so far as they are, in a ring."""
         self._names = names
         self._whole = whole
+        self._forms: dict[str, Form] = {}  # by parameter
         self._formats: dict[Form, Format | PowerSGD] = {}
         self._next = Memory()
         self._all_sent: set[str] = set()
@@ -151,9 +152,12 @@ class Exchange:
     def _form_of(self, name: str, shape: tuple[int, ...]) -> Form:
         if self.warming_up or self.wire.size == 1 or name in self.left_plain:
             return _NO_FORM
-        form = self.options.form_of(name, shape, is_embedding=name in self.embeddings)
-        codec = self.format_of(form)
-        return _NO_FORM if isinstance(codec, PowerSGD) and not codec.pays_for(shape) else form
+        if name not in self._forms:
+            form = self.options.form_of(name, shape, is_embedding=name in self.embeddings)
+            codec = self.format_of(form)
+            pays = not isinstance(codec, PowerSGD) or codec.pays_for(shape)
+            self._forms[name] = form if pays else _NO_FORM
+        return self._forms[name]
 
     def format_of(self, form: Form) -> Format | PowerSGD:
         """What sends gradients in ``form``."""
@@ -173,11 +177,11 @@ class Exchange:
         values = torch.cat([self.due(n, g).flatten() for n, g in gradients.items()])
         feeds_back = self.feeds_back(codec)
         kept = self._kept(codec, turn.slot, sizes, values)
-        sent = codec.mean(values, self.wire, turn, kept, wants_own=feeds_back)
+        sent = codec.mean(values, Trip(self.wire, turn, kept, wants_own=feeds_back))
         if sent.kept is not None and feeds_back:
             start = self.wire.rank * len(sent.kept)
             self._next.kept[turn.slot] = Kept(sizes, start, self._in_units(sent.kept))
-        left = (values - sent.own).split(list(sizes.values())) if feeds_back else None
+        left = None if sent.own is None else (values - sent.own).split(list(sizes.values()))
         means = sent.mean.split(list(sizes.values()))
         for index, (name, gradient) in enumerate(gradients.items()):
             gradient.copy_(means[index].view_as(gradient))

@@ -34,11 +34,23 @@ class Turn(NamedTuple):
     slot: int
 
 
+class Trip(NamedTuple):
+    """By which wire, when, and with what an exchange takes place."""
+
+    wire: Wire
+    turn: Turn
+    kept: Tensor | None = None
+    """What rounding the last such sum lost on this rank."""
+    wants_own: bool = True
+    """Whether somebody will look at what this rank itself sent, and at the values given."""
+
+
 class Sent(NamedTuple):
     """What came of an exchange."""
 
     mean: Tensor
-    own: Tensor
+    own: Tensor | None
+    """What this rank itself sent, where that was wanted."""
     kept: Tensor | None = None
     """What rounding a sum lost on this rank, which is to be added to the next such sum."""
 
@@ -50,19 +62,8 @@ class Format(Protocol):
     def feedback(self) -> bool:
         """Whether what is left behind has to be sent later for training to converge."""
 
-    def mean(
-        self,
-        values: Tensor,
-        wire: Wire,
-        turn: Turn,
-        kept: Tensor | None = None,
-        *,
-        wants_own: bool = True,
-    ) -> Sent:
-        """The mean over the ranks of ``values``, in this form. A collective.
-
-        Without ``wants_own`` nobody will look at ``values``, or at what of them was sent.
-        """
+    def mean(self, values: Tensor, trip: Trip) -> Sent:
+        """The mean over the ranks of ``values``, in this form. A collective."""
 
     def pack(self, values: Tensor, turn: Turn) -> Tensor:
         """``values`` as bytes; as many for as many values on every rank."""
@@ -77,18 +78,11 @@ class Plain:
 
     feedback = False
 
-    def mean(
-        self,
-        values: Tensor,
-        wire: Wire,
-        turn: Turn,
-        kept: Tensor | None = None,
-        *,
-        wants_own: bool = True,
-    ) -> Sent:
+    def mean(self, values: Tensor, trip: Trip) -> Sent:
         """Everything was sent."""
-        total = wire.sum(values.clone() if wants_own else values)
-        return Sent(total.div_(wire.size), values)
+        if not trip.wants_own:
+            return Sent(trip.wire.sum(values).div_(trip.wire.size), None)
+        return Sent(trip.wire.sum(values.clone()).div_(trip.wire.size), values)
 
     def pack(self, values: Tensor, turn: Turn) -> Tensor:
         """Their own bytes."""
@@ -106,19 +100,12 @@ class Cast:
     dtype: torch.dtype
     feedback = False
 
-    def mean(
-        self,
-        values: Tensor,
-        wire: Wire,
-        turn: Turn,
-        kept: Tensor | None = None,
-        *,
-        wants_own: bool = True,
-    ) -> Sent:
+    def mean(self, values: Tensor, trip: Trip) -> Sent:
         """Divided before it is added up: a sum of large gradients may be too large for fp16."""
-        sent = (values / wire.size).to(self.dtype)
-        own = sent.to(values.dtype).mul_(wire.size) if wants_own else values
-        return Sent(wire.sum(sent).to(values.dtype), own)
+        size = trip.wire.size
+        sent = (values / size).to(self.dtype)
+        own = sent.to(values.dtype).mul_(size) if trip.wants_own else None
+        return Sent(trip.wire.sum(sent).to(values.dtype), own)
 
     def pack(self, values: Tensor, turn: Turn) -> Tensor:
         """Two bytes each."""
@@ -137,25 +124,17 @@ class Largest:
     dtype: torch.dtype | None = None
     feedback = True
 
-    def mean(
-        self,
-        values: Tensor,
-        wire: Wire,
-        turn: Turn,
-        kept: Tensor | None = None,
-        *,
-        wants_own: bool = True,
-    ) -> Sent:
+    def mean(self, values: Tensor, trip: Trip) -> Sent:
         """Positions and numbers in one message; every rank adds up all of them, in rank order."""
         size = values.numel()
         mean = torch.zeros_like(values)
-        own = values
-        for rank, message in enumerate(wire.gather(self.pack(values, turn))):
+        own = None
+        for rank, message in enumerate(trip.wire.gather(self.pack(values, trip.turn))):
             positions, numbers = self._read(message, size, values.dtype)
             mean.index_add_(0, positions, numbers)
-            if rank == wire.rank and wants_own:
+            if rank == trip.wire.rank and trip.wants_own:
                 own = torch.zeros_like(values).index_copy_(0, positions, numbers)
-        return Sent(mean.div_(wire.size), own)
+        return Sent(mean.div_(trip.wire.size), own)
 
     def pack(self, values: Tensor, turn: Turn) -> Tensor:
         """First where they are."""
@@ -185,22 +164,15 @@ class Drawn:
     dtype: torch.dtype | None = None
     feedback = True
 
-    def mean(
-        self,
-        values: Tensor,
-        wire: Wire,
-        turn: Turn,
-        kept: Tensor | None = None,
-        *,
-        wants_own: bool = True,
-    ) -> Sent:
+    def mean(self, values: Tensor, trip: Trip) -> Sent:
         """The same positions on every rank, others at every step."""
-        positions = self._positions(values.numel(), turn, values.device)
-        sent = self._numbers.mean(self._chosen(values, positions), wire, turn)
+        positions = self._positions(values.numel(), trip.turn, values.device)
+        sent = self._numbers.mean(self._chosen(values, positions), trip)
         mean = torch.zeros_like(values).index_copy_(0, positions, sent.mean)
-        if not wants_own:
-            return Sent(mean, values)
-        return Sent(mean, torch.zeros_like(values).index_copy_(0, positions, sent.own))
+        own = None
+        if sent.own is not None:
+            own = torch.zeros_like(values).index_copy_(0, positions, sent.own)
+        return Sent(mean, own)
 
     def pack(self, values: Tensor, turn: Turn) -> Tensor:
         """The numbers alone."""

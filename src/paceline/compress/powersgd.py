@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.compress.formats import Cast, Format, Plain, Turn
+from paceline.compress.formats import Cast, Format, Plain, Trip, Turn
 from paceline.compress.wire import Wire
 
 
@@ -84,6 +84,7 @@ def _orthogonal(thin: Tensor) -> Tensor:
 
 def _together(thin: dict[str, Tensor], form: Format, wire: Wire, turn: Turn) -> dict[str, Tensor]:
     """The means of several thin matrices, by one message."""
-    sent = form.mean(torch.cat([t.flatten() for t in thin.values()]), wire, turn)
+    row = torch.cat([t.flatten() for t in thin.values()])
+    sent = form.mean(row, Trip(wire, turn, wants_own=False))
     parts = sent.mean.split([t.numel() for t in thin.values()])
     return {n: p.view_as(t) for (n, t), p in zip(thin.items(), parts, strict=True)}

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.compress import quantise
-from paceline.compress.formats import Sent, Turn
-from paceline.compress.wire import Wire
+from paceline.compress.formats import Sent, Trip, Turn
 
 Pack = Callable[[Tensor], Tensor]
 Unpack = Callable[[Tensor, int, torch.dtype], Tensor]
@@ -35,46 +34,42 @@ class Quantised:
     in_stretches: bool = True
     feedback = True
 
-    def mean(
-        self,
-        values: Tensor,
-        wire: Wire,
-        turn: Turn,
-        kept: Tensor | None = None,
-        *,
-        wants_own: bool = True,
-    ) -> Sent:
+    def mean(self, values: Tensor, trip: Trip) -> Sent:
         """See the module."""
+        wire = trip.wire
         if wire.size == 2 or not self.in_stretches:
-            return self._from_everyone(values, wire)
+            return self._from_everyone(values, trip)
         count, dtype = values.numel(), values.dtype
         length = self.stretch(count, wire.size)
         stretches = _padded(values, length * wire.size).chunk(wire.size)
         packed = [self.to_bytes(part) for part in stretches]
-        own = torch.cat([self.from_bytes(part, length, dtype) for part in packed])
+        own = None
+        if trip.wants_own:
+            own = torch.cat([self.from_bytes(part, length, dtype) for part in packed])[:count]
         total = torch.zeros_like(stretches[0])
         for message in wire.swap(packed):
             total += self.from_bytes(message, length, dtype)
         total.div_(wire.size)
-        if kept is not None:
-            total += kept
+        if trip.kept is not None:
+            total += trip.kept
         total[max(count - wire.rank * length, 0) :] = 0  # signs of the padding
         rounded = self.to_bytes(total)
         left = total - self.from_bytes(rounded, length, dtype)
         mean = torch.cat([self.from_bytes(m, length, dtype) for m in wire.gather(rounded)])
-        return Sent(mean[:count], own[:count], left)
+        return Sent(mean[:count], own, left)
 
     def stretch(self, count: int, ranks: int) -> int:
         """How many of ``count`` elements each rank adds up: whole blocks, the last ones padding."""
         return -(-quantise.blocks_of(count, self.block) // ranks) * self.block
 
-    def _from_everyone(self, values: Tensor, wire: Wire) -> Sent:
-        messages = wire.gather(self.to_bytes(values))
+    def _from_everyone(self, values: Tensor, trip: Trip) -> Sent:
+        messages = trip.wire.gather(self.to_bytes(values))
         parts = [self.from_bytes(m, values.numel(), values.dtype) for m in messages]
         mean = parts[0] + parts[1]
         for part in parts[2:]:
             mean += part
-        return Sent(mean.div_(wire.size), parts[wire.rank])
+        own = parts[trip.wire.rank] if trip.wants_own else None
+        return Sent(mean.div_(trip.wire.size), own)
 
     def pack(self, values: Tensor, turn: Turn) -> Tensor:
         """Scales, then integers."""

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from paceline.compress.exchange import Exchange
 from paceline.compress.formats import Format, Turn
-from paceline.compress.options import Form
 from paceline.compress.powersgd import PowerSGD
 from paceline.compress.wire import ring_bytes
+from paceline.wire import Form
 
 
 class Cut(NamedTuple):

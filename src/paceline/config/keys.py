@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -121,6 +122,17 @@ _NOTES = {
     "warmup_ratio": "a number of steps",
 }
 """What to know when the other framework's key means something slightly different."""
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:

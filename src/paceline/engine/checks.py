@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from paceline.engine.options import compression_of
 from paceline.errors import CheckpointError, LossError, TrainingError
+from paceline.parallel.exchanging import sparse_embedding
+from paceline.wire import Reduction
 
 
 def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -26,8 +29,8 @@ def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> Non
         raise TrainingError(
             f"microbatch={microbatch!r} must be a whole number of samples, 1 or more."
         )
-    if options["compress"] is not None:
-        _check_no_sparse_gradients(model)
+    if (sparse := sparse_embedding(model)) is not None:
+        _check_rows_can_travel(sparse, options)
     for name in ("clip_norm", "clip_value"):
         bound = options[name]
         if bound is not None and not bound > 0:
@@ -40,13 +43,17 @@ def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> Non
         )
 
 
-def _check_no_sparse_gradients(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise TrainingError(
-                f"compress: {name!r} is an embedding with sparse=True, whose gradient is a list of "
-                "rows already. Build it with sparse=False, or leave compress out."
-            )
+def _check_rows_can_travel(embedding: str, options: Mapping[str, Any]) -> None:
+    asked = None
+    if compression_of(options) is not None:
+        asked = "compress"
+    elif Reduction.of(options["reduction"]).hierarchy == "always":
+        asked = "reduction: hierarchy='always'"
+    if asked is not None:
+        raise TrainingError(
+            f"{asked}: {embedding!r} is an embedding with sparse=True, whose gradient is a list of "
+            "rows already. Build it with sparse=False, or leave that out."
+        )
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -94,7 +94,7 @@ def ways_of(options: EngineOptions) -> Ways:
     )
 
 
-def compression_of(options: EngineOptions) -> Compression | None:
+def compression_of(options: EngineOptions | Mapping[str, Any]) -> Compression | None:
     """How gradients travel, where they do not as they are."""
     asked = options["compress"]
     compression = None if asked is None else Compression.of(asked)

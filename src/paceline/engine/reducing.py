@@ -13,6 +13,7 @@ from paceline.compress.hierarchy import Hierarchical, Levels, find_nodes
 from paceline.compress.timing import BackwardTimer, measure, measure_link
 from paceline.compress.wire import Wire
 from paceline.engine.wiring import Wiring, group_for_gradients
+from paceline.parallel.exchanging import sparse_embedding
 from paceline.parallel.spread import data_ranks
 from paceline.wire import Compression, Reduction
 from paceline.wire.buckets import DEFAULT_MIB, MIB, tune
@@ -123,6 +124,8 @@ class Reducing:
     def _choose(self, saved: dict[str, Any] | None) -> bool:
         asked, engine = self.options.hierarchy, self._engine
         if asked == "never" or not any(t.has_two_levels for t in self._topologies):
+            return False
+        if sparse_embedding(engine.model) is not None:  # with "always" refused before
             return False
         if self._levels is None:
             self._levels = Levels.make(

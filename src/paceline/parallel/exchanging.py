@@ -36,3 +36,11 @@ class Averaging(Protocol):
 
     def scatter(self, parameters: Sequence[UnitParameter], slot: int) -> Callable[[Tensor], Tensor]:
         """A reduce-scatter of a sharded unit's gradients: from a row a rank to the own sum."""
+
+
+def sparse_embedding(model: nn.Module) -> str | None:
+    """The first embedding whose gradient is a list of rows, which DDP's own way alone can send."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return name
+    return None

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from paceline.errors import LayoutError, TrainingError
-from paceline.parallel.exchanging import Averaging, UnitParameter
+from paceline.parallel.exchanging import Averaging, UnitParameter, sparse_embedding
 from paceline.parallel.shard_dtype import LOW, cast_inputs, cast_result, map_tensors
 from paceline.parallel.shard_reduce import ExchangeAndSum, Gather, SumBy
 from paceline.parallel.shard_scalars import Scalars
@@ -235,12 +235,11 @@ class _Alias(torch.autograd.Function):
 
 
 def _check_can_be_cut(root: nn.Module, units: Sequence[nn.Module]) -> None:
-    for name, module in root.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise TrainingError(
-                f"zero: {name!r} is an embedding with sparse=True, whose gradients cannot be cut. "
-                "Build it with sparse=False, or use zero=0."
-            )
+    if (name := sparse_embedding(root)) is not None:
+        raise TrainingError(
+            f"zero: {name!r} is an embedding with sparse=True, whose gradients cannot be cut. "
+            "Build it with sparse=False, or use zero=0."
+        )
     seen: set[int] = set()
     for unit in units:
         dtypes: dict[torch.dtype, str] = {}
