@@ -14,7 +14,8 @@ from paceline.compress.packing import pack_signs, unpack_signs
 INT8_BLOCK = 1024
 SIGN_BLOCK = 128
 """Smaller: a sign says nothing of a number's size, so that its scale has to fit all the better."""
-_LEVELS = 127.0
+_LEVEL = 1 / 127
+"""Of the largest number. Multiplied with: CUDA divides by a constant otherwise than a CPU does."""
 
 
 def blocks_of(size: int, block: int) -> int:
@@ -26,7 +27,7 @@ def to_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     """``values`` (flat) as int8, and a float32 scale for every block."""
     padded = _padded(values, INT8_BLOCK).view(-1, INT8_BLOCK)
     least, most = padded.aminmax(dim=1)
-    scales = torch.maximum(most, -least).to(torch.float32) / _LEVELS
+    scales = torch.maximum(most, -least).to(torch.float32) * _LEVEL
     steps = torch.where(scales > 0, scales, 1.0).unsqueeze(1)
     codes = (padded / steps.to(padded.dtype)).round_().to(torch.int8)
     return codes.view(-1)[: values.numel()], scales
