@@ -30,6 +30,7 @@ def train(compress: str) -> paceline.History:
 print(f"{'format':<12} {'bytes a step':>12} {'loss':>8}")
 for form in ("fp16", "topk:0.1", "powersgd:2"):
     history = train(form)
-    steps = sum(event.steps for event in history.wire)
-    sent = sum(event.bytes_sent[0] for event in history.wire)
+    compressed = [event for event in history.wire if event.what == "gradients"]  # not the warm-up
+    steps = sum(event.steps for event in compressed)
+    sent = sum(event.bytes_sent[0] for event in compressed)
     print(f"{form:<12} {sent // steps:>12,} {history.losses[-1]:>8.4f}")

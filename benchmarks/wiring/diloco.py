@@ -1,4 +1,8 @@
-"""The demo over a slow link: all steps together, or rounds of local steps."""
+"""The demo over a slow link: all steps together, or rounds of local steps.
+
+What training together comes to does not depend on the link: its loss is that of a run on the
+loopback. On the link it does some steps, for their time and bytes, which are alike in all of them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,16 @@ from typing import Any
 from checkpointing import report
 
 from paceline.config import demo
+from paceline.testing.hosts import Host
 from wiring.judging import step_seconds
-from wiring.link import Link, linked
+from wiring.link import LOOPBACK, Link, linked
 from wiring.running import Job, Outcome, run
 from wiring.task import Task
 from wiring.ways import Way
 
 EVERY = 50
 _WARMUP = 12
+_STEPS_ON_THE_LINK = 50
 TOGETHER = Way("every step together", "paceline")
 
 
@@ -34,8 +40,8 @@ class Rounds:
     form: str = "none"
 
     def ways(self) -> list[Way]:
-        """All of them, after training together."""
-        return [TOGETHER, *map(self._way, self.outer)]
+        """One for each outer optimizer."""
+        return [self._way(outer) for outer in self.outer]
 
     def _way(self, outer: str) -> Way:
         rate, _, momentum = outer.partition("/")
@@ -74,15 +80,24 @@ class Row:
 def compare(folder: Path, link: Link, rounds: Rounds, steps: int) -> dict[str, Any]:
     """Train the demo together and in ``rounds``, and tell the traffic and the loss."""
     steps -= (steps - rounds.start) % EVERY  # the end of a round
-    ways = rounds.ways()
     task = _demo(steps)
-    outcomes: list[Outcome] = []
-    with linked(link) as hosts, report.progress("local steps", len(ways)) as advance:
-        for number, way in enumerate(ways):
-            job = Job(way, task, folder / f"local{number}", evaluate_at=[steps])
-            outcomes.append(run(job, hosts, lambda done: done[-1].number >= steps))
+
+    def train(way: Way, where: str, hosts: Sequence[Host] | int, last: int = steps) -> Outcome:
+        job = Job(way, task, folder / where, evaluate_at=[steps])
+        return run(job, hosts, lambda done: done[-1].number >= last)
+
+    ways = rounds.ways()
+    with report.progress("local steps", len(ways) + 2) as advance:
+        with linked(LOOPBACK) as hosts:
+            together = train(TOGETHER, "together", hosts)
             advance()
-    rows = [_row(outcome, outcomes[0]) for outcome in outcomes]
+        with linked(link) as hosts:
+            timed = train(TOGETHER, "timed", hosts, _STEPS_ON_THE_LINK)
+            advance()
+            rows = [_together(timed, together, steps)]
+            for number, way in enumerate(ways):
+                rows.append(_row(train(way, f"local{number}", hosts), rows[0]))
+                advance()
     report.show(
         f"{link}: {steps} steps of the demo on 2 hosts",
         [
@@ -116,21 +131,43 @@ def _demo(steps: int) -> Task:
     )
 
 
-def _row(outcome: Outcome, together: Outcome) -> Row:
+def _together(timed: Outcome, whole: Outcome, steps: int) -> Row:
+    """Some steps on the link stand for ``steps`` of them, with the loss of the ``whole`` run."""
+    kernel, counted = _sent(timed)
+    times = steps / timed.done if timed.done else 0.0
+    return Row(
+        name=TOGETHER.name,
+        steps=steps,
+        step_s=step_seconds(timed),
+        seconds=_seconds(timed) * times,
+        kernel=kernel * times,
+        counted=None if counted is None else counted * times,
+        less=1.0,
+        loss=_held_out(whole),
+        loss_ratio=1.0,
+        error=timed.error or whole.error,
+    )
+
+
+def _row(outcome: Outcome, together: Row) -> Row:
     kernel, counted = _sent(outcome)
-    loss, base = _held_out(outcome), _held_out(together)
+    loss = _held_out(outcome)
     return Row(
         name=outcome.way.name,
         steps=outcome.done,
         step_s=step_seconds(outcome),
-        seconds=outcome.steps[-1].time - outcome.steps[0].time if outcome.steps else 0.0,
+        seconds=_seconds(outcome),
         kernel=kernel,
         counted=counted,
-        less=_sent(together)[0] / kernel if kernel else 0.0,
+        less=together.kernel / kernel if kernel else 0.0,
         loss=loss,
-        loss_ratio=loss / base if loss and base else None,
+        loss_ratio=loss / together.loss if loss and together.loss else None,
         error=outcome.error,
     )
+
+
+def _seconds(outcome: Outcome) -> float:
+    return outcome.steps[-1].time - outcome.steps[0].time if outcome.steps else 0.0
 
 
 def _sent(outcome: Outcome) -> tuple[float, float | None]:

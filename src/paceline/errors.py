@@ -108,12 +108,24 @@ class LaunchError(PacelineError, RuntimeError):
 
 
 class RankFailed(LaunchError):
-    """A rank died: ``rank``, ``exit_code`` (negative for a signal) and its ``traceback``."""
+    """A rank died: ``rank``, ``exit_code`` (negative for a signal) and its ``traceback``.
 
-    def __init__(self, message: str, *, rank: int, exit_code: int, traceback: str = "") -> None:
+    ``would_recur``: started again as it is, it would end the same way.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        exit_code: int,
+        traceback: str = "",
+        would_recur: bool = False,
+    ) -> None:
         self.rank = rank
         self.exit_code = exit_code
         self.traceback = traceback
+        self.would_recur = would_recur
         super().__init__(message)
 
 

@@ -224,6 +224,7 @@ class RankLost(Event):
 
     ``cause`` is ``failed`` (it raised, exited or was killed), ``hang`` or ``node`` (its node gave
     no sign of life any more; ``rank`` is then the first one there). ``step`` is the last one done.
+    ``told_at_end``: the launcher is about to end with the whole error on the console.
     """
 
     rank: int
@@ -233,6 +234,7 @@ class RankLost(Event):
     exit_code: int | None
     step: int | None
     log: str = ""
+    told_at_end: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,13 +318,16 @@ class WireUsed(Event):
     """The bytes of gradients that each rank sent in the ``steps`` steps up to ``step``.
 
     Told where they travel in another form, or not after every step. ``bytes_plain`` is what each
-    rank would have sent of them as they are, after every step.
+    rank would have sent of them as they are, after every step. ``what`` they sent: ``gradients``,
+    ``warmup`` (gradients as they are, before compression begins) or ``distances`` (replicas that
+    train alone tell each other how far they came).
     """
 
     step: int
     steps: int
     bytes_sent: list[int]
     bytes_plain: list[int]
+    what: str = "gradients"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -19,10 +20,12 @@ from rich.console import Console
 
 from paceline.bench import comm
 from paceline.bench.catalogue import COLLECTIVES
+from paceline.bench.launching import read_place
 from paceline.bench.plot import write_plot
 from paceline.bench.report import bar, left_out, show
 from paceline.bench.request import Request
 from paceline.bench.result import CommResult
+from paceline.errors import ConfigError
 from paceline.testing.hosts import Hosts, hosts_available
 from paceline.testing.processes import pids, was_started_with
 from paceline.world import World
@@ -110,7 +113,8 @@ def test_one_machine(tmp_path: Path) -> None:
     assert "all: all ranks" in done.stdout
     assert re.search(r"^all_reduce +256 KiB .*B/s", done.stdout, re.MULTILINE)
     assert re.search(r"^barrier +\S+ (µs|ms)", done.stdout, re.MULTILINE)
-    assert re.search(r'^    within: "\S+ [MG]bit/s \S+ ms"$', done.stdout, re.MULTILINE)
+    assert re.search(r"^inside of \S+: \S+ [MG]B/s, ", done.stdout, re.MULTILINE)
+    assert "reduction:" not in done.stdout, "a config would refuse one kind of link alone"
     assert "measuring all_reduce" in done.stderr
     assert "measuring" not in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"all.json", "all.svg"}
@@ -133,6 +137,33 @@ def test_table() -> None:
     assert "left out: gather (across): nccl says: no\n" in text
     assert "too long: reduce of 16 MiB (8 s), broadcast of 64 MiB (21 s)\n" in text
     assert "--seconds 2.1 would measure these as well\n" in text
+
+
+def test_one_kind_of_link_is_nothing_for_a_config() -> None:
+    """A config takes both or none."""
+    for missing in ("pairs", "inside"):
+        console = Console(file=io.StringIO(), width=100)
+        show(dataclasses.replace(made_up(), **{missing: []}), console)
+        assert "reduction:" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nproc", "said"),
+    [
+        (0, None, "--device cuda: torch finds no GPU that it can use on this machine"),
+        (0, "2", "--device cuda: torch finds no GPU that it can use on this machine"),
+        (2, "3", "there are 3 ranks, but this machine has 2 that torch can use; give --nproc 2"),
+        (1, None, "1 rank on 1 machine: it takes two to talk."),
+    ],
+)
+def test_one_error_where_gpus_are_too_few(
+    gpus: int, nproc: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.config.devices.count_gpus", lambda: gpus)
+    with pytest.raises(ConfigError) as caught:
+        read_place(nproc=nproc, nnodes=None, rdzv=None, wait=60.0, device="cuda")
+    (problem,) = caught.value.problems
+    assert said in problem
 
 
 def test_table_fits_a_narrow_terminal() -> None:

@@ -213,7 +213,7 @@ def test_request_goes_to_the_ranks_and_back() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"collectives": "all_reduse"}, "did you mean 'all_reduce'?"),
+        ({"collectives": "allreduce"}, "barrier; did you mean 'all_reduce'?"),
         ({"collectives": " , "}, "names none: give some of all_reduce"),
         ({"sizes": ""}, "--sizes '' names none: give some, like"),
         ({"sizes": "1K,many"}, "--sizes: 'many' is not a size"),
@@ -227,7 +227,8 @@ def test_request_goes_to_the_ranks_and_back() -> None:
 def test_mistakes_are_named(changed: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_request(**{**GOOD, **changed})
-    assert said in str(caught.value)
+    (problem,) = caught.value.problems
+    assert said in problem
 
 
 def test_result_goes_to_json_and_back() -> None:

@@ -121,6 +121,7 @@ def test_on_one_machine(folder: Path) -> None:
     assert topk is not None
     assert topk < plain / 5
     assert local == pytest.approx(plain / 3, rel=0.1)
+    assert [trial.meetings for trial in result.trials] == [None, None, None, 3]
     assert data["advice"]["format"] in {trial.format for trial in result.trials}
     assert re.search(r"^none +\S+ .?s +× 1 +32.8 KiB +÷ 1 ", done.stdout, re.MULTILINE)
     assert "recommended: " in done.stdout
@@ -141,7 +142,7 @@ def test_what_a_layout_refuses_is_listed_and_the_rest_is_tried(folder: Path) -> 
     data = json.loads(done.stdout)
     trials = {trial["format"]: trial for trial in data["trials"]}
     assert "powersgd:4 factors whole matrices, but with zero=2" in trials["powersgd:4"]["refused"]
-    assert "local steps: zero=2 spreads a model" in trials["local:5"]["refused"]
+    assert "zero=2 spreads a model" in trials["local:5"]["refused"]
     assert not trials["int8"]["refused"]
     assert trials["int8"]["losses"][0] == trials["none"]["losses"][0]
     assert data["setting"]["loss"] == "training"
@@ -312,8 +313,8 @@ def test_table() -> None:
     )
     falling = [5 - n / 25 for n in range(60)]
     trials = [
-        Trial("none", "", "", 0.4, 4e6, 3.0, 3.0, 60, falling, [0.4] * 60),
-        Trial("topk:0.01", "", "", 0.04, 9e4, 3.0, 2.5, 600, falling, [0.04] * 60),
+        Trial("none", "", "", 0.4, 4e6, 3.0, 3.0, 60, None, falling, [0.4] * 60),
+        Trial("topk:0.01", "", "", 0.04, 9e4, 3.0, 2.5, 600, None, falling, [0.04] * 60),
         Trial("powersgd:4", refused="not with zero=2"),
         Trial("sign", failed="its loss was not finite at step 7", losses=[5.0, 9.0]),
     ]

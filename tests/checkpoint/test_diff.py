@@ -83,6 +83,19 @@ def test_objects_are_compared_value_by_value(tmp_path: Path) -> None:
     }
 
 
+def test_seconds_are_told_and_not_counted(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", {}, {"loop": {"epoch_seconds": 0.46, "best": 0.5}})
+    b = saved(tmp_path / "b", {}, {"loop": {"epoch_seconds": 0.85, "best": 0.5}})
+    found = diff_checkpoints(a, b)
+    assert found.equal
+    assert (found.objects, found.equal_objects) == ([], 1)
+    assert [(one.name, one.a, one.b) for one in found.clocks] == [
+        ("loop/epoch_seconds", "0.46", "0.85")
+    ]
+    c = saved(tmp_path / "c", {}, {"loop": {"epoch_seconds": 0.46, "best": 0.4}})
+    assert not diff_checkpoints(b, c).equal
+
+
 def test_only_what_matches(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", {"model/w": torch.ones(2), "optimizer/w": torch.ones(2)}, {"o": 1})
     b = saved(tmp_path / "b", {"model/w": torch.ones(2), "optimizer/w": torch.zeros(2)}, {"o": 2})

@@ -107,6 +107,14 @@ def test_check_finds_what_only_shows_together(paceline: Terminal) -> None:
     )
 
 
+def test_a_layout_may_be_given_as_for_training(paceline: Terminal) -> None:
+    status, output, _ = paceline("config", "show", "--layout", "dp=3")
+    assert (status, "layout: dp=3\n" in output) == (0, True)
+    status, _, shown = paceline("config", "check", "--layout", "dp=2,cp=2")
+    assert status == 2
+    assert shown.startswith("--layout dp=2,cp=2: cp=2 is not available in this version")
+
+
 def test_checking_writes_nothing(paceline: Terminal, tmp_path: Path) -> None:
     paceline("config", "check")
     paceline("config", "show")

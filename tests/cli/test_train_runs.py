@@ -17,16 +17,17 @@ import pytest
 
 from paceline import events
 from paceline.config import load
-from paceline.events import CheckpointSaved, RunFailed, RunFinished, RunStarted, StepDone
+from paceline.events import CheckpointSaved, RankLost, RunFailed, RunFinished, RunStarted, StepDone
 
 TINY = """
 import os, time
 import torch
 
 class Model(torch.nn.Module):
-    def __init__(self, pause=0.0, fail_on=None):
+    def __init__(self, pause=0.0, fail_on=None, sparse=False):
         super().__init__()
         self.layer = torch.nn.Linear(3, 1)
+        self.table = torch.nn.Embedding(2, 1, sparse=True) if sparse else None
         self.pause, self.fail_on, self.calls = pause, fail_on, 0
 
     def forward(self, x):
@@ -165,6 +166,9 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(folder: Path) -> None:
     more = ("--set", f"train.steps={last + 2}", "--set", "model.args.pause=0.0", "--nproc", "1")
     done = train(folder, *resume, *more)
     assert (done.returncode, done.stderr) == (0, "")
+    assert "What next:\n  train longer     paceline train --resume 'my run'" in done.stdout
+    assert "see the curves" not in done.stdout, "that command would train the demo"
+    assert "your own model" not in done.stdout
     assert f"{last + 2} steps; going on after step {last}" in done.stdout
     assert steps_of(run) == list(range(1, last + 3)), "every step once"
     starts = [e.world_size for e in events.read(run) if isinstance(e, RunStarted)]
@@ -196,6 +200,26 @@ def test_a_failing_rank_is_shown_alone_and_restarted_if_wished(folder: Path) -> 
     record = list(events.read(folder / "r"))
     assert isinstance(record[-1], RunFailed)
     assert not any(isinstance(event, RunFinished) for event in record)
+
+
+def test_what_paceline_refuses_on_the_ranks_is_told_once(folder: Path) -> None:
+    sparse = ("--set", "model.args={sparse: true}", "--set", "compress.format=int8")
+    done = train(folder, "tiny.yaml", "--run-dir", "r", *sparse)
+    assert done.returncode == 1
+    sentence = (
+        "compress: 'table' is an embedding with sparse=True, whose gradient is a list of rows "
+        "already. Build it with sparse=False, or train without compression (compress.format: none)."
+    )
+    rank = re.match(r"Rank (\d) of 2 failed: ", done.stderr)
+    assert rank is not None
+    assert done.stderr == (
+        f"{rank[0]}{sentence}\n\nIts whole log, with the traceback: r/logs/rank{rank[1]}.log\n"
+    ), "and nothing of a resume, which would end the same way"
+    assert sentence not in done.stdout
+    log = (folder / "r" / "logs" / f"rank{rank[1]}.log").read_text()
+    assert "Traceback (most recent call last)" in log
+    lost = next(e for e in events.read(folder / "r") if isinstance(e, RankLost))
+    assert lost.error.endswith(sentence), "for those who read of it later"
 
 
 SCRIPT = """

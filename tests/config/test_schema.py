@@ -107,4 +107,6 @@ def test_json_schema_for_editors() -> None:
     assert schema["properties"]["precision"]["enum"] == ["fp32", "bf16", "fp16", "fp64"]
     mlflow = schema["$defs"]["Track"]["properties"]["mlflow"]["anyOf"]
     assert {"type": "boolean"} in mlflow
+    assert {"type": "string"} in schema["properties"]["compress"]["anyOf"]
+    assert {"type": "integer"} in schema["properties"]["local_steps"]["anyOf"]
     assert "required" not in schema

@@ -395,12 +395,16 @@ def test_what_is_not_sound_is_refused(ranks: Any, layout: str, form: str, rule: 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"compress": "int8"}, {"reduction": paceline.Reduction(hierarchy="always")}],
+    ("options", "instead"),
+    [
+        ({"compress": "int8"}, "without compression (compress.format: none)"),
+        ({"reduction": paceline.Reduction(hierarchy="always")}, "with reduction.hierarchy: auto"),
+    ],
 )
-def test_sparse_embeddings_are_refused(options: Any) -> None:
-    with pytest.raises(paceline.errors.TrainingError, match="sparse=True"):
+def test_sparse_embeddings_are_refused(options: Any, instead: str) -> None:
+    with pytest.raises(paceline.errors.TrainingError, match="sparse=True") as caught:
         sparse_engine(**options)
+    assert str(caught.value).endswith(f"Build it with sparse=False, or train {instead}.")
 
 
 def test_sparse_embeddings_are_fine_where_nothing_is_compressed() -> None:
@@ -428,3 +432,53 @@ def test_a_run_that_goes_on_without_compression_is_told(ranks: Any) -> None:
     saved = ranks(state, world_size=2)[0]
     with pytest.warns(UserWarning, match="does not compress"):
         make_engine("dp=1").load_state_dict(saved)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,pp=2", "dp=2,zero=3"])
+def test_a_rule_that_matches_nothing_is_refused(ranks: Any, layout: str) -> None:
+    """When the engine is made; one that matches on another pipeline stage is fine."""
+
+    def job(layout: str) -> list[str]:
+        good = at_once("int8", rules={"blocks.0.*": "fp16", "blocks.3.*": "none"})
+        engine = make_engine(layout, compress=good)
+        engine.step(own_share(batches(1)[0], engine.layout))
+        told = []
+        for pattern in ("nosuch.*", "token.weight"):
+            with pytest.raises(paceline.errors.TrainingError) as caught:
+                make_engine(layout, compress=at_once("int8", rules={pattern: "fp16"}))
+            told.append(str(caught.value))
+        return told
+
+    size = Layout.parse(layout).world_size
+    for nothing, near in ranks(job, layout, world_size=size):
+        assert "'nosuch.*' matches no parameter of GPT. There are tokens.weight, " in nothing
+        assert "Did you mean tokens.weight" in near
+
+
+def test_a_rule_by_the_other_name_of_a_tied_weight_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    with pytest.raises(paceline.errors.TrainingError, match=r"the same parameter as '0\.weight'"):
+        paceline.Engine(
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=nn.functional.mse_loss,
+            compress=paceline.Compression("int8", rules={"1.weight": "none"}),
+        )
+
+
+def test_a_rule_for_frozen_parameters_alone_is_told() -> None:
+    def notes(pattern: str) -> list[str]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        engine = paceline.Engine(
+            model,
+            optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1),
+            loss=nn.functional.mse_loss,
+            compress=paceline.Compression("int8", rules={pattern: "fp16"}),
+        )
+        return engine.take_notes()
+
+    [told] = notes("0.*")
+    assert "'0.*' matches frozen parameters only (such as 0.weight)" in told
+    assert notes("*.weight") == []

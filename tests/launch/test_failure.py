@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,28 @@ def test_explanation_shows_one_traceback_and_the_log() -> None:
         "Rank 1 of 2 failed: ValueError: bad\n\nTraceback of rank 1\n\nIts whole log: rank1.log"
     )
     assert (error.rank, error.exit_code, error.traceback) == (1, 1, "Traceback of rank 1")
+
+
+def test_a_mistake_that_paceline_tells_itself_needs_no_traceback() -> None:
+    kinds = ("paceline.errors.TrainingError", "paceline.errors.PacelineError")
+    refused = rank_exit(
+        1,
+        traceback="Traceback of rank 1",
+        summary="paceline.errors.TrainingError: compress: no\nmore of it",
+        types=kinds,
+        from_paceline=True,
+    )
+    error = explain([refused], nproc=2, no_restart="it would not help", would_recur=True)
+    assert str(error) == (
+        "Rank 1 of 2 failed: compress: no\nmore of it\n\n"
+        "Its whole log, with the traceback: rank1.log"
+    )
+    assert (error.traceback, error.would_recur) == ("Traceback of rank 1", True)
+    for theirs in (
+        dataclasses.replace(refused, from_paceline=False),
+        dataclasses.replace(refused, types=("paceline.errors.CheckpointError",)),
+    ):
+        assert "Traceback of rank 1" in str(explain([theirs], nproc=2))
 
 
 def test_without_a_traceback_the_last_lines_are_shown(tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ def test_what_befalls_ranks_and_machines_is_a_line_each() -> None:
     shown = lines(
         RanksStarted(nproc=2, world_size=4, nodes=["alpha", "beta"], idle=1),
         lost(log="logs/rank1.log"),
+        lost(log="logs/rank1.log", told_at_end=True),
         Restarting(reason="failure", detail="rank 1 failed", delay=2.0, used=2, budget=3),
         lost(cause="node", step=None, error="no sign of life"),
         Restarting(reason="node_lost", detail="without beta"),
@@ -186,6 +187,7 @@ def test_what_befalls_ranks_and_machines_is_a_line_each() -> None:
     assert shown == [
         "starting 4 ranks on 2 machines (alpha, beta), 1 more standing by",
         "warning: step 5: rank 1 on alpha failed: it broke; its log: logs/rank1.log",
+        "warning: step 5: rank 1 on alpha failed",
         "all ranks are started again in 2.0 s (failure, restart 2 of 3)",
         "warning: rank 1 on alpha was lost with its machine: no sign of life",
         "all ranks are started again (node lost): without beta",

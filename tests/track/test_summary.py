@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from paceline.events import (
     Baseline,
     CheckpointSaved,
@@ -13,6 +15,7 @@ from paceline.events import (
     RunFinished,
     RunStarted,
     StepDone,
+    WireUsed,
 )
 from paceline.track.summary import Summary
 
@@ -58,6 +61,50 @@ def test_the_last_word_on_everything(tmp_path: Path) -> None:
         "  validation accuracy 0.5000",
         "  checkpoint       c.pt",
     ]
+
+
+def wire(step: int, steps: int, sent: int, what: str = "gradients") -> WireUsed:
+    return WireUsed(
+        step=step, steps=steps, bytes_sent=[sent * steps], bytes_plain=[2000 * steps], what=what
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "told", "line"),
+    [
+        (0, [wire(50, 50, 100), wire(60, 10, 100)], "100 B of gradients a step and rank, instead "),
+        (
+            0,
+            [wire(30, 30, 2000, "warmup"), wire(50, 20, 100)],
+            "100 B of gradients a step and rank, instead of 2.0 kB (after 30 steps of warm-up)",
+        ),
+        (
+            20,
+            [wire(30, 10, 2000, "warmup"), wire(50, 20, 100)],
+            "100 B of gradients a step and rank, instead of 2.0 kB (after 30 steps of warm-up)",
+        ),
+        (
+            40,
+            [wire(50, 10, 100)],
+            "100 B of gradients a step and rank, instead of 2.0 kB "
+            "(since it was resumed at step 40)",
+        ),
+        (
+            0,
+            [wire(40, 40, 2000, "warmup")],
+            "2.0 kB of gradients a step and rank: nothing was compressed, all 40 steps were "
+            "warm-up",
+        ),
+        (
+            0,
+            [wire(10, 10, 500), wire(60, 50, 40, "distances")],
+            "40 B a step and rank, instead of 2.0 kB of gradients (after 10 steps together)",
+        ),
+    ],
+)
+def test_bytes_are_those_after_the_warm_up(first: int, told: list[WireUsed], line: str) -> None:
+    lines = Summary.of([started(first), *told]).lines()
+    assert any(found.startswith(f"  on the wire      {line}") for found in lines)
 
 
 def test_restarts_are_counted_by_reason() -> None:

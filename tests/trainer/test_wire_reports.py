@@ -75,3 +75,34 @@ def test_rounds_of_local_steps_are_counted(ranks: Any, tmp_path: Path) -> None:
     assert event.bytes_plain == [20 * 8192] * 2
     # Two meetings, and the numbers of each step: loss, count, samples, norm and verdicts.
     assert all(2 * 8192 <= sent <= 2 * 8192 + 20 * 200 for sent in event.bytes_sent)
+
+
+@pytest.mark.world(2)
+def test_a_report_is_of_one_kind_of_steps(ranks: Any, tmp_path: Path) -> None:
+    def job(run_dir: str) -> None:
+        compress = paceline.Compression("int8", warmup_steps=12)
+        train(run_dir, 40, compress=compress, local_steps=paceline.LocalSteps(every=10, start=20))
+
+    ranks(job, str(tmp_path))
+    found = told(tmp_path)
+    kinds = [(event.step, event.steps, event.what) for event in found]
+    assert kinds == [(12, 12, "warmup"), (20, 8, "gradients"), (40, 20, "distances")]
+    assert found[0].bytes_sent == found[0].bytes_plain
+    assert found[1].bytes_sent == [8 * (2048 + 2 * 4)] * 2
+    line = next(line for line in Summary.read(tmp_path).lines() if "on the wire" in line)
+    assert line.endswith(
+        "a step and rank, instead of 8.2 kB of gradients (after 20 steps together)"
+    )
+
+
+@pytest.mark.world(2)
+def test_steps_before_rounds_that_nobody_counts_are_no_part_of_the_figure(
+    ranks: Any, tmp_path: Path
+) -> None:
+    def job(run_dir: str) -> None:
+        train(run_dir, 30, local_steps=paceline.LocalSteps(every=10, start=10))
+
+    ranks(job, str(tmp_path))
+    [event] = told(tmp_path)
+    assert (event.step, event.steps, event.what) == (30, 20, "distances")
+    assert event.bytes_plain == [20 * 8192] * 2

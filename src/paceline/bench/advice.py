@@ -14,6 +14,8 @@ WORTH = 1.05
 """By how much a format must be faster: less is gone when anything else changes."""
 _ENOUGH_STEPS = 50
 _DRIFT = 1.2
+_ENOUGH_MEETINGS = 36
+"""DiLoCo's outer momentum needs some dozens of meetings to pay."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +121,15 @@ def _step(trial: Trial) -> float:
 
 def _no_faster(others: Sequence[Trial], plain: Trial, worth: float) -> str:
     fastest = min(others, key=_step)
-    text = f"compression does not pay here: no format makes a step more than {worth - 1:.0%} faster"
-    if worth >= _DRIFT:
-        text += ", by which plain's own time has changed meanwhile"
+    if _step(fastest) >= _step(plain):
+        text = "every format that was tried is slower than plain"
+    else:
+        text = f"no format makes a step more than {worth - 1:.0%} faster"
+        if worth >= _DRIFT:
+            text += ", by which plain's own time has changed meanwhile"
     return (
-        f"{text}. Plain takes {show_time(_step(plain))}, the fastest other, {fastest.format}, "
-        f"{show_time(_step(fastest))}."
+        f"compression does not pay here: {text}. Plain takes {show_time(_step(plain))}, the "
+        f"fastest other, {fastest.format}, {show_time(_step(fastest))}."
     )
 
 
@@ -206,7 +211,24 @@ def _remarks(trials: Sequence[Trial], plain: Trial, steps: int) -> list[str]:
         remarks.append(
             f"too slow to make {steps} steps in their share of the time: {', '.join(unknown)}."
         )
-    return remarks
+    return remarks + [_few_meetings(t, steps) for t in trials if _is_behind(t, plain, steps)]
+
+
+def _is_behind(trial: Trial, plain: Trial, steps: int) -> bool:
+    """Whether local steps have a clearly worse loss after too few meetings to tell by."""
+    if trial.meetings is None or trial.meetings >= _ENOUGH_MEETINGS or not trial.measured:
+        return False
+    judged = _judge(trial, plain, steps)
+    return judged is not None and not judged.as_good
+
+
+def _few_meetings(trial: Trial, steps: int) -> str:
+    met = "1 meeting" if trial.meetings == 1 else f"{trial.meetings} meetings"
+    return (
+        f"{trial.format}: {steps} steps are {met}, and DiLoCo's outer momentum needs some dozens "
+        "to pay: its loss, which is behind, tells nothing of a long run. Give more --steps, or try "
+        f"{':'.join(trial.format.split(':')[:2])}:average, which has no momentum."
+    )
 
 
 def _times(plain: Trial, step: float) -> str:

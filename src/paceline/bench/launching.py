@@ -60,12 +60,16 @@ def read_place(
         problems.append(f"--wait {wait:g}: must be a number of seconds above 0")
     gpus = count_gpus()
     ranks = nproc_of(config, gpus)
-    if device == "cuda" and ranks > gpus:
+    if device == "cuda" and gpus == 0:
         problems.append(
-            f"--device cuda with {ranks} ranks, but this machine has {gpus} GPUs that torch can "
-            "use, and each rank needs its own: give --nproc accordingly, or --device cpu"
+            "--device cuda: torch finds no GPU that it can use on this machine; give --device cpu"
         )
-    if ranks * most < 2:
+    elif device == "cuda" and ranks > gpus:
+        problems.append(
+            f"--device cuda: each rank needs a GPU of its own, and there are {ranks} ranks, but "
+            f"this machine has {gpus} that torch can use; give --nproc {gpus}, or --device cpu"
+        )
+    elif ranks * most < 2:
         problems.append(
             f"{ranks} rank on {most} machine: it takes two to talk. Give --nproc 2 or more "
             "(without as many GPUs: --device cpu), or several machines with --nnodes and --rdzv"

@@ -138,7 +138,7 @@ def _show_links(result: CommResult, console: Console) -> None:
     for text in slow_links(result.pairs):
         console.print(Text(text, "bold yellow"))
     links = result.links()
-    if links:
+    if len(links) == 2:  # a config takes both or none: with one kind there is nothing to decide
         _line(console)
         _line(console, "the links as a config takes them:")
         _line(console, "reduction:")

@@ -73,7 +73,7 @@ def read_request(
     """A request from the words of a command line; raises ConfigError with all its problems."""
     problems: list[str] = []
     names = _names("--collectives", collectives, list(COLLECTIVES), problems)
-    if not names:
+    if not _words(collectives):
         problems.append(
             f"--collectives {collectives!r} names none: give some of {', '.join(COLLECTIVES)}, "
             "with commas between them"

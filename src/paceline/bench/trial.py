@@ -39,6 +39,8 @@ class Trial:
     loss_at_steps: float | None = None
     loss_at_time: float | None = None
     steps_at_time: int | None = None
+    meetings: int | None = None
+    """Of DiLoCo's local steps alone: how often the ranks met until ``loss_at_steps``."""
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 

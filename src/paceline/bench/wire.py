@@ -194,9 +194,17 @@ class Trials:
             loss_at_steps=losses.get(result.steps),
             loss_at_time=losses.get(by_time),
             steps_at_time=by_time,
+            meetings=self._meetings(training.wish),
             losses=training.losses,
             seconds=training.seconds(),
         )
+
+    def _meetings(self, wish: Wish) -> int | None:
+        """How often ranks met in the steps that all have in common; ``None`` without momentum."""
+        rounds = wish.apply(self._config).local_steps
+        if rounds.every is None or rounds.method != "diloco" or not rounds.outer_momentum:
+            return None
+        return self.result.steps // rounds.every
 
     def _fill_in(self, plain_bytes: float | None) -> None:
         """What plain sends, where only a compressed trial can tell (``zero``)."""

@@ -91,7 +91,7 @@ def _show_advice(advice: Advice | None, config: Config, console: Console) -> Non
     wish = Wish.parse(advice.format)
     own = config.compress.options().formats is None and config.local_steps.every is None
     if wish.name == PLAIN and own:
-        _line(console, "the config has it so already")
+        _line(console, "the config trains without compression already: nothing to change")
         return
     _line(console)
     _line(console, "for the config:")

@@ -20,6 +20,9 @@ _CHUNK = 1 << 20
 _EXACT = 2.0**53
 """Up to here float64 tells whole numbers apart."""
 _WORDS = 60
+CLOCKS = frozenset({"loop/epoch_seconds"})
+"""Values that are seconds on a clock: no two runs have the same, so that they are told and not
+counted."""
 
 ONLY_A, ONLY_B = "only in A", "only in B"
 _ORDER = (ONLY_A, ONLY_B, "shape", "dtype", "values")
@@ -61,10 +64,12 @@ class Difference:
     objects: list[ObjectDifference] = field(default_factory=list)
     equal_tensors: int = 0
     equal_objects: int = 0
+    clocks: list[ObjectDifference] = field(default_factory=list)
+    """Seconds that differ (:data:`CLOCKS`), which is no difference between two runs."""
 
     @property
     def equal(self) -> bool:
-        """Whether every tensor and every object is the same, to the bit."""
+        """Whether every tensor and every object is the same, to the bit, but for clocks."""
         return not self.tensors and not self.objects
 
 
@@ -99,7 +104,9 @@ def _diff(
         else:
             result.tensors.append(found)
     for name in _chosen({**a.manifest.objects, **b.manifest.objects}, only):
-        differences = list(_compare_object(name, a, b))
+        found_here = list(_compare_object(name, a, b))
+        differences = [one for one in found_here if one.name not in CLOCKS]
+        result.clocks += [one for one in found_here if one.name in CLOCKS]
         result.objects += differences
         result.equal_objects += not differences
     result.tensors.sort(key=lambda one: (_ORDER.index(one.kind), -(one.absolute or 0.0)))

@@ -85,7 +85,8 @@ def comm(
 ) -> None:
     """Measure collectives between ranks: latency and bandwidth by size and group, and each link.
 
-    Ends in a description of the links that a config's reduction.links takes.
+    Of several machines with several ranks each, ends in a description of the links that a
+    config's reduction.links takes.
     """
     signal.signal(signal.SIGTERM, _leave)  # as Ctrl-C: the ranks and the files go first
     from paceline.bench.launching import check_outputs, read_place

@@ -80,7 +80,7 @@ def _read_config(path: str | None, overrides: list[str], given: dict[str, str | 
 
     flags = {f"{k}={v}": f"--{k.split('.')[-1]} {v}" for k, v in given.items() if v is not None}
     try:
-        return resolve(load_checked(path, [*flags, *overrides]))
+        return resolve(load_checked(path, [*flags, *overrides], trying_wire=True))
     except ConfigError as error:
         problems = list(error.problems)
         for override, flag in flags.items():

@@ -115,7 +115,7 @@ def diff(
     """Say which tensors and objects of two checkpoints differ, and by how much.
 
     They may be of different layouts. The exit status is 0 when they are equal to the bit, 1 when
-    they differ, 2 for a mistake.
+    they differ, 2 for a mistake. How many seconds a run took (loop/epoch_seconds) does not count.
     """
     from paceline.checkpoint.diff import bytes_to_read, diff_checkpoints
     from paceline.checkpoint.finding import find_checkpoint

@@ -186,6 +186,8 @@ def show_difference(
     else:
         differ = f"{plural(len(found.tensors), 'tensor')} and {plural(len(found.objects), 'value')}"
         typer.echo(f"{differ} differ; {equal} are equal to the bit")
+    for clock in found.clocks:
+        typer.echo(f"not counted, being seconds: {clock.name}, {clock.a} in A, {clock.b} in B")
 
 
 def _headline(checkpoint: Checkpoint) -> str:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import typer
 
-from paceline.cli.options import ConfigFile, Overrides
+from paceline.cli.options import ConfigFile, Overrides, Spread
+
+if TYPE_CHECKING:
+    from paceline.config import Config
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe configs.")
 
 
 @app.command()
-def show(config: ConfigFile = None, overrides: Overrides = None) -> None:
+def show(config: ConfigFile = None, layout: Spread = None, overrides: Overrides = None) -> None:
     """Print a config as it would run.
 
     Every key is written out, and 'auto' is made explicit.
     """
     from paceline.config import dump, learning_rate, load, resolve
 
-    resolved = resolve(load(config, overrides or ()))
+    resolved = resolve(_read(load, config, layout, overrides or []))
     if resolved.schedule.lr_scaling != "none":
         typer.echo(
             f"# learning rate: {learning_rate(resolved):g} after {resolved.schedule.lr_scaling} "
@@ -28,14 +34,15 @@ def show(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def check(config: ConfigFile = None, overrides: Overrides = None) -> None:
+def check(config: ConfigFile = None, layout: Spread = None, overrides: Overrides = None) -> None:
     """Say everything that is wrong with a config.
 
     One line for each problem; the exit status is 2 when there is any.
     """
     from paceline.config import load_checked, resolve, summary
 
-    typer.echo(f"ok: {summary(resolve(load_checked(config, overrides or ())))}")
+    checked = _read(load_checked, config, layout, overrides or [])
+    typer.echo(f"ok: {summary(resolve(checked))}")
 
 
 @app.command()
@@ -46,3 +53,18 @@ def schema() -> None:
     from paceline.config import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
+
+
+def _read(
+    read: Callable[..., Config], config: str | None, layout: str | None, overrides: list[str]
+) -> Config:
+    """The config with everything laid over it; problems name the flag they come from."""
+    from paceline.errors import ConfigError
+
+    if layout is None:
+        return read(config, overrides)
+    try:
+        return read(config, [f"layout={layout}", *overrides])
+    except ConfigError as error:
+        written, flag = f"--set layout={layout}", f"--layout {layout}"
+        raise ConfigError([text.replace(written, flag) for text in error.problems]) from None

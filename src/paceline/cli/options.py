@@ -23,6 +23,15 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+Spread = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="LAYOUT",
+        help="How work is spread, like dp=2,zero=3 or tp=2.",
+        show_default=False,
+    ),
+]
 Machines = Annotated[
     str | None,
     typer.Option(metavar="N", help="How many machines; start the same command on each."),

@@ -318,7 +318,7 @@ def _run_config(request: _Request) -> None:
         if joined is not None and not joined.is_main:
             tell(f"done; the run is shown on node 0 ({joined.meeting.nodes[0]})")
             return
-    say_done(config, run, source)
+    say_done(config, run, source, resumed=request.resume is not None)
 
 
 def _meet(
@@ -347,7 +347,13 @@ def _meet(
 
 
 def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, resume: bool) -> None:
-    from paceline.cli.train_report import exit_status, resume_hint, say_stopped, tell
+    from paceline.cli.train_report import (
+        exit_status,
+        has_checkpoint,
+        resume_hint,
+        say_stopped,
+        tell,
+    )
     from paceline.errors import RankFailed
     from paceline.launch.local import LocalJob, launch
     from paceline.launch.policy import Limits
@@ -382,11 +388,14 @@ def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, res
             raise SystemExit(exit_status(stop)) from None
         say_stopped(run, stop)
     except RankFailed as error:
+        if error.would_recur and not has_checkpoint(run):
+            raise  # to start it again would only repeat it
         raise RankFailed(
             f"{error}\n{resume_hint(run)}",
             rank=error.rank,
             exit_code=error.exit_code,
             traceback=error.traceback,
+            would_recur=error.would_recur,
         ) from None
 
 

@@ -39,8 +39,12 @@ def is_finished(run: RunFolder, stored: Config, config: Config) -> bool:
     return True
 
 
-def say_done(config: Config, run: RunFolder, source: str | None) -> None:
-    """What the run achieved, where it lies, and what to try next; ``source`` is its config file."""
+def say_done(config: Config, run: RunFolder, source: str | None, *, resumed: bool) -> None:
+    """What the run achieved, where it lies, and what to try next.
+
+    ``source`` is its config file; that of a run that was ``resumed`` is not known, so that nothing
+    is said of starting it anew.
+    """
     tell()
     for line in Summary.read(run.path).lines():
         tell(line)
@@ -50,12 +54,12 @@ def say_done(config: Config, run: RunFolder, source: str | None) -> None:
     tell(f"  train longer     {_longer(config, run)}")
     if config.track.tensorboard:
         tell(f"  see the curves   tensorboard --logdir {_quoted(run.tensorboard)}")
-    else:
+    elif not resumed:
         again = f"paceline train {shlex.quote(source)}" if source else "paceline train"
         tell(f"  see the curves   {again} --set track.tensorboard=true")
     if config.track.mlflow is not None:
         tell(f"                   mlflow ui --backend-store-uri {mlflow_uri(config, run)}")
-    if source is None:
+    if source is None and not resumed:
         tell("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
 
 
@@ -74,6 +78,11 @@ def say_stopped(run: RunFolder, stop: KeyboardInterrupt | SystemExit) -> NoRetur
         tell(f"{where}; the last checkpoint is of step {saved.step}: {saved.path}")
     tell(resume_hint(run))
     raise SystemExit(exit_status(stop)) from None
+
+
+def has_checkpoint(run: RunFolder) -> bool:
+    """Whether anything of a run was saved."""
+    return Summary.read(run.path).checkpoint is not None
 
 
 def resume_hint(run: RunFolder) -> str:

@@ -159,6 +159,16 @@ class Exchange:
             self._forms[name] = form if pays else _NO_FORM
         return self._forms[name]
 
+    def why_plain(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """Why a parameter travelled as it is in a step after the warm-up; ``None``: it did not."""
+        if name in self.left_plain:
+            return "tied over pipeline stages"
+        if name not in self._forms or self._forms[name] != _NO_FORM:
+            return None
+        is_embedding = name in self.embeddings
+        option = self.options.left_alone_by(name, shape, is_embedding=is_embedding)
+        return "factors would be no smaller" if option is None else f"compress.{option}"
+
     def format_of(self, form: Form) -> Format | PowerSGD:
         """What sends gradients in ``form``."""
         if form not in self._formats:

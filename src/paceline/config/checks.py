@@ -13,6 +13,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from paceline.config import demo
+from paceline.config.clashes import rule_problems, without_effect
 from paceline.config.devices import count_gpus
 from paceline.config.endpoints import endpoints
 from paceline.config.fields import node_range
@@ -22,7 +23,6 @@ from paceline.config.sources import Path
 from paceline.config.targets import UNKNOWN, Callee, argument_problems, look_up
 from paceline.errors import ConfigError, LayoutError
 from paceline.layout import Layout
-from paceline.layout.rules import Request, problem_with
 
 _RANK_KEYS: tuple[Path, ...] = (("layout",), ("launch", "nproc"))
 
@@ -30,13 +30,18 @@ Problems = Iterator[tuple[Path, str]]
 
 
 def check(
-    config: Config, *, devices: int | None = None, leaving_out: Iterable[Path] = ()
+    config: Config,
+    *,
+    devices: int | None = None,
+    leaving_out: Iterable[Path] = (),
+    trying_wire: bool = False,
 ) -> list[str]:
     """Every reason why ``config`` cannot run on this machine, one message each; empty when it can.
 
     Nothing is imported and nothing is written: models, losses and datasets are looked up by
     reading their source. ``devices`` is the number of GPUs, counted on this machine when ``None``.
     What involves a key in ``leaving_out``, whose value is not the user's, is not mentioned.
+    ``trying_wire``: compression and local steps are tried whether the config asks for them or not.
     """
     gpus = count_gpus() if devices is None else devices
     callees: dict[str, Callee] = {}
@@ -47,6 +52,7 @@ def check(
         *node_problems(config),
         *_ranks(config, gpus),
         *_batch(config, gpus),
+        *(() if trying_wire else without_effect(config)),
         *_device(config, gpus),
         *_saving(config, callees),
         *_demo_model(config),
@@ -187,23 +193,7 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 f"layout {config.layout!r} needs {layout.world_size} ranks, but launch.nproc="
                 f"{nproc}{on_nodes}; make them agree, or leave one of them at auto",
             )
-        broken = problem_with(
-            Request(
-                layout,
-                schedule=config.pipeline.schedule,
-                offload=config.sharding.offload,
-                shard_dtype=config.sharding.dtype,
-                device_map=config.device_map is not None,
-                recompute=str(config.checkpoint_activations),
-                compress=config.compress.options().formats,
-                reduction=config.reduction.options().asked,
-                local_start=None if config.local_steps.every is None else config.local_steps.start,
-                sync_batchnorm=config.train.sync_batchnorm,
-            )
-        )
-        if broken is not None:
-            name, reason = broken
-            yield ("layout",), f"layout {config.layout!r}: {reason} [rule: {name}]"
+        yield from rule_problems(config, layout)
     if config.launch.device == "cuda" and not gpus:
         yield (
             ("launch", "device"),

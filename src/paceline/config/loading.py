@@ -15,6 +15,7 @@ from paceline.config.schema import Config
 from paceline.config.sources import Path, Sources
 from paceline.config.validate import validate
 from paceline.config.values import found
+from paceline.config.wire import spelled_out
 from paceline.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json", ".py")
@@ -41,11 +42,12 @@ def load_checked(
     overrides: Iterable[str] = (),
     *,
     devices: int | None = None,
+    trying_wire: bool = False,
 ) -> Config:
     """Like :func:`load`, and :func:`paceline.config.check` too: the problems of both at once."""
     config, problems, broken = _parse(source, overrides)
     if config is not None:
-        problems += check(config, devices=devices, leaving_out=broken)
+        problems += check(config, devices=devices, leaving_out=broken, trying_wire=trying_wire)
     if problems or config is None:
         raise ConfigError(problems)
     return config
@@ -59,7 +61,7 @@ def _parse(
     unreadable: list[str] = []
     data: Mapping[str, Any] = {}
     try:
-        data = _read(source, sources)
+        data = {key: spelled_out(key, value) for key, value in _read(source, sources).items()}
     except ConfigError as error:
         unreadable += error.problems
     merged, override_problems = overriding.apply(data, overrides, sources)

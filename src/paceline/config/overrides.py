@@ -9,6 +9,7 @@ from typing import Any
 from paceline.config import yaml_file
 from paceline.config.sources import Path, Sources
 from paceline.config.values import found
+from paceline.config.wire import spelled_out
 from paceline.errors import ConfigError
 
 
@@ -26,7 +27,7 @@ def apply(
         place = f"--set {override}"
         try:
             path, value = parse(override)
-            _put(result, path, value)
+            _put(result, path, spelled_out(path[0], value) if len(path) == 1 else value)
         except ConfigError as error:
             problems += [f"{place}: {text}" for text in error.problems]
             continue

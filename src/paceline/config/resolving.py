@@ -96,4 +96,7 @@ def json_schema() -> dict[str, Any]:
     schema["title"] = "Paceline config"
     # true and false are short for "with its defaults" and "not at all".
     schema["$defs"]["Track"]["properties"]["mlflow"]["anyOf"].append({"type": "boolean"})
+    for name, kind in (("compress", "string"), ("local_steps", "integer")):  # short forms, too
+        section = schema["properties"][name]
+        section["anyOf"] = [{"$ref": section.pop("$ref")}, {"type": kind}]
     return schema

@@ -53,8 +53,14 @@ class Sources:
     def culprit(self, *paths: Path) -> Path:
         """Of keys that do not go together, the one to point at: an override, else the first."""
         written = [path for path in paths if path in self.places]
-        overrides = [path for path in written if self.places[path][0] >= _AFTER_EVERY_LINE]
+        overrides = [path for path in paths if self._is_overridden(path)]
         return (overrides or written or list(paths))[0]
+
+    def _is_overridden(self, path: Path) -> bool:
+        """Whether ``path``, or a section around it as a whole, was laid over the config."""
+        around = [path[:length] for length in range(len(path), 0, -1)]
+        found = next((self.places[outer] for outer in around if outer in self.places), None)
+        return found is not None and found[0] >= _AFTER_EVERY_LINE
 
     def messages(self, problems: Iterable[tuple[Path, str]]) -> list[str]:
         """Each text after the place its key was written at, in the order of the file."""

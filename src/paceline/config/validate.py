@@ -14,6 +14,13 @@ from paceline.config.schema import Config
 from paceline.config.sources import Path, Sources
 from paceline.config.values import choice_meant, expected, found
 
+_SHORT_FORMS: dict[Path, str] = {
+    ("track", "mlflow"): "true, false",
+    ("compress",): "a format such as int8",
+    ("local_steps",): "a number of steps such as 50",
+}
+"""What may stand for a whole section."""
+
 
 def validate(
     data: Mapping[str, Any], sources: Sources
@@ -83,8 +90,8 @@ def _explain_one(detail: ErrorDetails) -> tuple[Path, str]:
 
 
 def _takes(path: Path) -> str:
-    if path == ("track", "mlflow"):
-        return f"true, false, or a mapping with keys among {', '.join(keys_of(path))}"
+    if path in _SHORT_FORMS:
+        return f"{_SHORT_FORMS[path]}, or a mapping with keys among {', '.join(keys_of(path))}"
     if path[-1] == "target":
         return "an import path like 'package.module:Name'"
     return expected(FIELDS[path])

@@ -103,7 +103,7 @@ def _kind(kind: Any, limits: list[Any]) -> str:
     return "a mapping"
 
 
-_BOUNDS = ("ge", "gt", "le")
+_BOUNDS = ("ge", "gt", "le", "lt")
 
 
 def _range(limits: list[Any]) -> str:
@@ -113,6 +113,8 @@ def _range(limits: list[Any]) -> str:
             bounds |= {name: getattr(part, name) for name in _BOUNDS if hasattr(part, name)}
     if "ge" in bounds and "le" in bounds:
         return f" from {bounds['ge']} to {bounds['le']}"
+    if "ge" in bounds and "lt" in bounds:
+        return f" from {bounds['ge']} to below {bounds['lt']}"
     if "gt" in bounds:
         return f" above {bounds['gt']}"
     return f", {bounds['ge']} or more" if "ge" in bounds else ""

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from paceline.config.fields import Positive
 from paceline.config.sections import Section
 from paceline.errors import TrainingError
-from paceline.wire import Compression, LocalSteps, Reduction
+from paceline.wire import Compression, Form, LocalSteps, Reduction
+
+
+def spelled_out(section: str, value: Any) -> Any:
+    """The mapping that ``compress: int8`` or ``local_steps: 50`` stands for; else ``value``."""
+    if section == "compress" and isinstance(value, str):
+        return {"format": value}
+    if section == "local_steps" and isinstance(value, int) and not isinstance(value, bool):
+        return {"every": value}
+    return value
+
+
+def _format(text: str) -> str:
+    try:
+        Form.parse(text)
+    except TrainingError as error:
+        raise ValueError(str(error).removeprefix("compress: ")) from None
+    return text
+
+
+def _rules(rules: dict[str, str]) -> dict[str, str]:
+    for pattern, text in rules.items():
+        try:
+            _format(text)
+        except ValueError as error:
+            raise ValueError(f"rule for {pattern!r}: {error}") from None
+    return rules
+
+
+Format = Annotated[str, AfterValidator(_format)]
 
 
 def _built(make: Callable[[], object]) -> None:
@@ -24,7 +53,7 @@ def _built(make: Callable[[], object]) -> None:
 class CompressSection(Section):
     """In which form gradients travel; see docs/guides/compression.md."""
 
-    format: str = Field(
+    format: Format = Field(
         default="none",
         description="none, fp16, bf16, int8, sign, topk:RATIO, randomk:RATIO or powersgd:RANK; the "
         "last three may go on in 16 bits: powersgd:4+fp16.",
@@ -45,7 +74,7 @@ class CompressSection(Section):
         description="Tensors with fewer elements, and vectors, travel as they are.",
     )
     embeddings: bool = Field(default=False, description="Compress embeddings, too.")
-    rules: dict[str, str] = Field(
+    rules: Annotated[dict[str, str], AfterValidator(_rules)] = Field(
         default_factory=dict,
         description="Other formats by name pattern, like {'embedding.*': 'none'}.",
     )
@@ -75,7 +104,7 @@ class LocalStepsSection(Section):
     outer_momentum: float = Field(
         default=0.9, ge=0, lt=1, description="Nesterov momentum of DiLoCo's outer optimizer."
     )
-    exchange: str = Field(
+    exchange: Format = Field(
         default="none", description="The format in which replicas tell how far they came."
     )
     fragments: Positive = Field(
@@ -108,7 +137,7 @@ class ReductionSection(Section):
         description="The links, like {within: 10 Gbit/s 0.05 ms, across: 100 Mbit/s 5 ms}; null: "
         "measured where that is needed.",
     )
-    bucket_mib: float | Literal["tuned"] | None = Field(
+    bucket_mib: Annotated[float, Field(gt=0)] | Literal["tuned"] | None = Field(
         default=None,
         description="MiB of gradients in a message; tuned: from measured links and backward time; "
         "null: torch's default.",

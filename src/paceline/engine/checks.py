@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.engine.options import compression_of
 from paceline.errors import CheckpointError, LossError, TrainingError
 from paceline.parallel.exchanging import sparse_embedding
-from paceline.wire import Reduction
+from paceline.wire import Compression, Reduction
+
+_NAMES_TOLD = 5
 
 
 def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -31,6 +35,7 @@ def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> Non
         )
     if (sparse := sparse_embedding(model)) is not None:
         _check_rows_can_travel(sparse, options)
+    check_rules(model, options["compress"])
     for name in ("clip_norm", "clip_value"):
         bound = options[name]
         if bound is not None and not bound > 0:
@@ -46,14 +51,53 @@ def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> Non
 def _check_rows_can_travel(embedding: str, options: Mapping[str, Any]) -> None:
     asked = None
     if compression_of(options) is not None:
-        asked = "compress"
+        asked, without = "compress", "without compression (compress.format: none)"
     elif Reduction.of(options["reduction"]).hierarchy == "always":
-        asked = "reduction: hierarchy='always'"
+        asked, without = "reduction: hierarchy='always'", "with reduction.hierarchy: auto"
     if asked is not None:
         raise TrainingError(
             f"{asked}: {embedding!r} is an embedding with sparse=True, whose gradient is a list of "
-            "rows already. Build it with sparse=False, or leave that out."
+            f"rows already. Build it with sparse=False, or train {without}."
         )
+
+
+def check_rules(model: nn.Module, compress: Compression | str | None) -> None:
+    """Refuse a rule whose pattern is the name of no parameter of the whole ``model``."""
+    rules = [] if compress is None else Compression.of(compress).rules
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in rules:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise TrainingError(
+                f"compress: rules: {pattern!r} matches no parameter of {type(model).__name__}. "
+                f"{_names_like(pattern, model, names)}"
+            )
+
+
+def rules_on_frozen(model: nn.Module, compress: Compression | str | None) -> list[str]:
+    """A sentence on each rule that is for frozen parameters alone, which send no gradients."""
+    told = []
+    for pattern in [] if compress is None else Compression.of(compress).rules:
+        matched = {n: p for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, pattern)}
+        if not any(parameter.requires_grad for parameter in matched.values()):
+            told.append(
+                f"compress: rules: {pattern!r} matches frozen parameters only (such as "
+                f"{next(iter(matched))}): it counts for nothing until they are trained"
+            )
+    return told
+
+
+def _names_like(pattern: str, model: nn.Module, names: list[str]) -> str:
+    """Names that may have been meant."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for alias, parameter in model.named_parameters(remove_duplicate=False):
+        if fnmatch.fnmatchcase(alias, pattern):
+            first = first_names[id(parameter)]
+            return f"{alias!r} is the same parameter as {first!r}: name it so."
+    near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3)
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    told = ", ".join(names[:_NAMES_TOLD]) + (", …" if len(names) > _NAMES_TOLD else "")
+    return f"There are {told}. * stands for any part of a name."
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

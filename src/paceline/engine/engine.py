@@ -23,6 +23,7 @@ from paceline.engine.checks import (
     check_model_and_options,
     check_optimizer,
     check_schedule,
+    rules_on_frozen,
 )
 from paceline.engine.gradients import Gradients
 from paceline.engine.local import Rounds
@@ -114,6 +115,7 @@ class Engine:
         check_option_names(options)
         self.options = EngineOptions(**{**DEFAULTS, **options})
         check_model_and_options(model, self.options)
+        self._notes = rules_on_frozen(model, self.options["compress"])
         self.world = world if world is not None else World.current()
         self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)
         self.layout.check_world(self.world.size)
@@ -382,8 +384,11 @@ class Engine:
 
     def take_notes(self) -> list[str]:
         """What there is to tell the user since this was last asked, such as what was chosen."""
-        notes = [*self.parts.local.notes, *self.reducing.notes]
-        self.parts.local.notes, self.reducing.notes = [], []
+        tellers = (self.parts.local, self.parts.wire, self.reducing)
+        notes, self._notes = self._notes, []
+        for teller in tellers:
+            notes += teller.notes
+            teller.notes = []
         return notes
 
     def settle(self) -> None:

@@ -49,7 +49,7 @@ class Parts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._wire = WireParts(engine)
+        self.wire = WireParts(engine)
         self.local = LocalParts(engine)
         saved = engine.model.state_dict(keep_vars=True)
         first: dict[int, str] = {}
@@ -81,7 +81,7 @@ class Parts:
                 state.tensors[MODEL + name] = as_part(self.local.shared(name, buffer))
         self._collect_optimizer(state)
         self.local.collect(state, dict(self._own_buffers()))
-        self._wire.collect(state)
+        self.wire.collect(state)
         if engine.world.rank == 0:
             state.objects[OBJECT] = self._object()
         return state
@@ -101,7 +101,7 @@ class Parts:
             "scaler": None if scaler is None else scaler.state_dict(),
             "schedule": schedule.state_dict() if isinstance(schedule, LRScheduler) else None,
             "extra": self._extra(),
-            "compress": self._wire.about(),
+            "compress": self.wire.about(),
             "reduction": engine.reducing.state(),
         }
 
@@ -194,9 +194,9 @@ class Parts:
     def _take_wire(self, saved: Saved, found: Mapping[str, Any], load: Load) -> None:
         engine, about = self._engine, found.get("compress")
         if engine._spread is not None:
-            self._wire.take(saved, about, load)
+            self.wire.take(saved, about, load)
         elif about is not None:  # it is not known yet which part of the model this rank has
-            engine.after_spreading = lambda: self._wire.take(saved, about, load)
+            engine.after_spreading = lambda: self.wire.take(saved, about, load)
 
     def _names_in(self, manifest: Manifest, aliases: Mapping[str, str]) -> dict[str, str]:
         """Where each parameter and buffer of this model is found; tied weights have many names."""

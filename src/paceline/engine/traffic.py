@@ -36,6 +36,47 @@ def traffic(engine: Engine) -> Traffic | None:
     return Traffic(round(sent), round(plain))
 
 
+def sent_in(engine: Engine, step: int) -> str | None:
+    """What is sent in step number ``step`` (from 1): see :class:`paceline.events.WireUsed`.
+
+    ``None`` where it is not counted.
+    """
+    done_before = step - 1
+    if engine.rounds is not None and engine.rounds.options.is_alone(done_before):
+        return "distances"
+    if engine.wiring is None:
+        return None
+    return "warmup" if done_before < engine.wiring.exchange.options.warmup else "gradients"
+
+
+class LeftAlone(NamedTuple):
+    """A parameter that travels as it is, beside others that are compressed."""
+
+    name: str
+    bytes: int
+    why: str
+    """The option that has it so, or what else does."""
+
+
+def left_alone(engine: Engine) -> tuple[list[LeftAlone], int]:
+    """What of the last step's gradients travelled as it is, and the bytes of all of them.
+
+    Of the tensors on this rank; after a step with compression.
+    """
+    wiring = engine.wiring
+    found, total = [], 0
+    if wiring is not None and wiring.compresses:
+        for name, parameter in engine._trained():
+            # As it travels: what tp cuts in parts, what zero cuts on its way only.
+            tensor = local(parameter) if engine.layout.tp > 1 else parameter
+            size = tensor.numel() * tensor.element_size()
+            total += size
+            why = wiring.exchange.why_plain(name, tuple(tensor.shape))
+            if why is not None:
+                found.append(LeftAlone(name, size, why))
+    return found, total
+
+
 def plain_bytes(engine: Engine) -> float:
     """What an all-reduce of all gradients sends from this rank, in a ring."""
     copies = engine.layout.dp

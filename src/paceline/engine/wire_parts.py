@@ -33,6 +33,8 @@ class WireParts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.notes: list[str] = []
+        """What there is to tell the user of a checkpoint that was taken over."""
 
     def collect(self, state: RankState) -> None:
         """Add what this rank has to ``state``."""
@@ -57,6 +59,7 @@ class WireParts:
 
     def take(self, saved: Saved, about: Mapping[str, Any] | None, load: Load) -> None:
         """Take over what a checkpoint holds; to be called once the model is spread."""
+        self.notes = []
         wiring = self._engine.wiring
         there = {n: e for n, e in saved.manifest.tensors.items() if n.startswith(PREFIX)}
         if about is None or not there:
@@ -82,6 +85,8 @@ class WireParts:
             if name in exchange.memory.residuals:
                 residual = exchange.memory.residuals[name]
                 residual.view(-1).add_(values.to(residual))
+        if any(name.startswith(self._residual(0, "")) for name in there):
+            self.notes.append(_told(about["dp"], self._engine.layout.dp))
 
     def whole(self) -> dict[str, Tensor] | None:
         """The mean over the ranks of what they have not sent, for the whole model. A collective."""
@@ -193,3 +198,16 @@ class WireParts:
             "same compress, or ignore this: it is about the size of one step.",
             stacklevel=2,
         )
+
+
+def _told(before: int, now: int) -> str:
+    """What became of what was left, where the ranks are more or fewer than they were."""
+    if now == 1:
+        then = "the one rank adds the mean of what all had not sent yet to its next step"
+    else:
+        then = "every rank goes on with the mean of what all had not sent yet"
+    return (
+        f"compressed gradients: {before} data-parallel rank{'s' * (before != 1)} before, {now} "
+        f"now: {then}, "
+        "so that nothing is lost and nothing counts twice"
+    )

@@ -402,6 +402,7 @@ class Agent(SimpleElasticAgent):
             shown=self._job.output is not None,
             host=self._job.host if several else "",
             no_restart=decision.reason if self._job.limits.max_restarts else "",
+            would_recur=decision.would_recur,
         )
 
     def _follow(self, verdict: Verdict) -> None:

@@ -46,6 +46,13 @@ class RankExit:
     """The qualified names of the exception's class and of its bases; empty unless it raised."""
     last_words: str = ""
     """Where it was when it raised: its collective, and the peers it knew to have left."""
+    from_paceline: bool = False
+    """Whether only Paceline's own code led to the error, none of the user's."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether Paceline told the user's mistake itself, so that its sentence says it all."""
+        return self.from_paceline and policy.is_users_mistake(self.types)
 
     @property
     def reason(self) -> str:
@@ -71,6 +78,7 @@ class ErrorReport:
     lost_peer: bool
     types: tuple[str, ...]
     last_words: str = ""
+    from_paceline: bool = False
 
 
 def read_error(path: Path) -> ErrorReport | None:
@@ -87,6 +95,7 @@ def read_error(path: Path) -> ErrorReport | None:
         lost_peer=report["lost_peer"],
         types=tuple(report["types"]),
         last_words=report.get("last_words", ""),
+        from_paceline=report.get("from_paceline", False),
     )
 
 
@@ -117,6 +126,7 @@ def how_it_ended(
             lost_peer=error.lost_peer,
             types=error.types,
             last_words=error.last_words,
+            from_paceline=error.from_paceline,
         )
     told_to_end = exit_code in (-signal.SIGTERM, codes.TOLD_TO_LEAVE)
     chose_to_leave = Path(f"{error_file}.exit").exists()
@@ -146,6 +156,7 @@ def ending_of(
         killed=-exit_.exit_code in _SENT_SIGNALS,
         moved=moved,
         seconds=seconds,
+        refused=exit_.refused,
     )
 
 
@@ -167,18 +178,29 @@ def explain(
     shown: bool = False,
     host: str = "",
     no_restart: str = "",
+    would_recur: bool = False,
 ) -> RankFailed:
     """The error for these failed ranks: the culprit's traceback, or its last lines, alone.
 
     ``finished`` are ranks that had already left with success. ``shown``: rank 0's output was on
     the console, so that its last lines need no repeating. ``host`` is named where there are
-    several; ``no_restart`` is why the ranks are not started again.
+    several; ``no_restart`` is why the ranks are not started again, ``would_recur``: that they
+    would end the same way. A mistake that Paceline tells itself needs no traceback.
     """
     first = culprit(exits)
+    where = f" on {host}" if host else ""
+    if first.refused:
+        return RankFailed(
+            f"Rank {first.rank} of {nproc}{where} failed: {_sentence(first.summary)}\n\n"
+            f"Its whole log, with the traceback: {first.log}",
+            rank=first.rank,
+            exit_code=first.exit_code,
+            traceback=first.traceback,
+            would_recur=would_recur,
+        )
     # A crash in native code leaves what it said and the stacks of all threads.
     lines = 2 * _TAIL_LINES if first.exit_code < 0 else _TAIL_LINES
     evidence = first.traceback or log_tail(first.log, lines)
-    where = f" on {host}" if host else ""
     parts = [f"Rank {first.rank} of {nproc}{where} failed: {first.reason}"]
     if first.traceback:
         parts.append(first.traceback)
@@ -198,8 +220,18 @@ def explain(
         parts.append(f"Not started again: {no_restart}.")
     parts.append(f"Its whole log: {first.log}")
     return RankFailed(
-        "\n\n".join(parts), rank=first.rank, exit_code=first.exit_code, traceback=evidence
+        "\n\n".join(parts),
+        rank=first.rank,
+        exit_code=first.exit_code,
+        traceback=evidence,
+        would_recur=would_recur,
     )
+
+
+def _sentence(summary: str) -> str:
+    """The summary of an error of Paceline's without the name of its class."""
+    name, colon, rest = summary.partition(": ")
+    return rest if colon and " " not in name else summary
 
 
 def log_tail(path: Path, lines: int = _TAIL_LINES) -> str:

@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -116,9 +119,12 @@ class Gathering:
         self.deadline = float("inf")
         self._say_at = float("inf")
         self._looked_around = 0.0
+        self._came: int | None = None
+        """How many machines were there when we last waited for a world in vain."""
 
     def find(self) -> Book:
         """The meeting place."""
+        self._came = None
         return self.places.find(self.deadline, self.pause)
 
     def begin_to_wait(self) -> None:
@@ -154,9 +160,31 @@ class Gathering:
             keep_alive_interval=_KEEP_ALIVE_SECONDS,
             keep_alive_max_attempt=_KEEP_ALIVE_ATTEMPTS,
         )
-        with _without_torchs_own_store():
-            info = handler.next_rendezvous()
+        book.count(generation, 1)
+        try:
+            with _without_torchs_own_store():
+                info = handler.next_rendezvous()
+        except BaseException:
+            with contextlib.suppress(ConnectionError, KeyError):
+                self._came = book.count(generation, -1) + 1
+            raise
         return generation, info.rank, info.world_size
+
+    def in_vain(self, problem: BaseException | None) -> str:
+        """Why no world has formed in time, in words; ``problem`` is what came in between."""
+        least, came = self.settings.least, self._came
+        when = f"within {self.settings.rejoin_timeout:g} s (launch.rejoin_timeout)"
+        if came is not None and 0 < came < least:
+            missing = "the other" if least - came == 1 else f"the {least - came} others"
+            return (
+                f"{came} of {least} machines came to {self.places} {when}; start the same command "
+                f"on {missing}."
+            )
+        # Torch says only that its store had a problem; which one is told by the store.
+        if isinstance(problem, RendezvousConnectionError) and problem.__cause__ is not None:
+            problem = problem.__cause__
+        why = "" if problem is None else f": {str(problem).rstrip('.')}"
+        return f"no world of {least} machines or more formed at {self.places} {when}{why}."
 
     def _generation_to_join(self, book: Book, expected: int) -> int:
         """The generation that forms; where a world of others runs, wait until it makes room."""
@@ -257,7 +285,7 @@ class Gathering:
             if book.generation() != generation or (joining and book.has_formed(generation)):
                 raise StartOver(f"generation {generation} is over")
             if joining and now > self.deadline:
-                raise LineLost("too few machines came")
+                raise LineLost("the machines that came did not agree on a world in time")
             self._look_around(book)
 
         return pause

@@ -217,11 +217,7 @@ class Meeting(Rounds):
                 raise
             self._hang_up(book)
             if time.monotonic() > self.door.deadline:
-                raise RendezvousTimeoutError(
-                    f"no world of {self.settings.least} machines or more formed at "
-                    f"{self.door.places} within {self.settings.rejoin_timeout:g} s "
-                    f"(launch.rejoin_timeout). Last: {problem}."
-                )
+                raise RendezvousTimeoutError(self.door.in_vain(problem))
             time.sleep(_RETRY_SECONDS)
 
     # ------------------------------------------------------------- forming a world

@@ -85,6 +85,10 @@ class Book:
         """Come in; the number of this launcher among all that came."""
         return self._count("arrivals", 1)
 
+    def count(self, generation: int, change: int) -> int:
+        """Come to a generation that forms (1), or leave it again (-1); how many are there then."""
+        return self._count(f"came/{generation}", change)
+
     def open_next(self, generation: int, expected: int) -> None:
         """That generation is over; whoever says so first, it is said once."""
         upcoming = generation + 1

@@ -77,6 +77,8 @@ class Ending:
     """Whether this world did any step; ``None`` where nobody can tell."""
     seconds: float = 0.0
     """How long it ran."""
+    refused: bool = False
+    """Whether Paceline itself refused to go on, because of a user's mistake."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Decision:
 
     ``used`` of ``budget`` restarts of this kind are used, this one included; ``budget`` is ``None``
     where there is no limit. ``reason`` is the kind of the ending for a restart, else the rule that
-    forbids it, in words.
+    forbids it, in words. ``would_recur``: not tried again because it would end the same way.
     """
 
     restart: bool
@@ -108,6 +110,7 @@ class Decision:
     reason: str
     used: int = 0
     budget: int | None = None
+    would_recur: bool = False
 
 
 def decide(history: Sequence[Ending], limits: Limits) -> Decision:
@@ -120,7 +123,7 @@ def decide(history: Sequence[Ending], limits: Limits) -> Decision:
     row = _row(history)
     used, budget = len(row), limits.max_restarts
     if (rule := _forbidden(history, row)) is not None:
-        return Decision(False, 0.0, rule, used - 1, budget)
+        return Decision(False, 0.0, rule, used - 1, budget, would_recur=True)
     if used > budget:
         return Decision(False, 0.0, _out_of_restarts(budget), budget, budget)
     return Decision(True, _delay(used, limits.backoff), last.kind, used, budget)

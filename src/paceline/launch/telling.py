@@ -24,6 +24,7 @@ def events(verdict: Verdict) -> list[Event]:
                 exit_code=verdict.exit_code if failed else None,
                 step=ending.step,
                 log=verdict.log,
+                told_at_end=ending.refused and not decision.restart,
             )
         )
     if decision.restart:
@@ -66,6 +67,7 @@ def error(verdict: Verdict) -> LaunchError:
             verdict.report or f"{hang}{verdict.decision.reason}.",
             rank=-1 if verdict.rank is None else verdict.rank,
             exit_code=verdict.exit_code or 1,
+            would_recur=verdict.decision.would_recur,
         )
     return LaunchError(f"the run is over: {verdict.decision.reason}.")
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, PacelineError
 from paceline.launch import codes, last_words
 
 # Set by the launcher, see agent.py.
@@ -212,6 +212,7 @@ def _write_error(error: BaseException) -> None:
         "time": now,
         "lost_peer": _says_peer_is_lost(error),
         "last_words": last_words.collect(),
+        "from_paceline": _is_from_paceline(error),
         "types": [f"{t.__module__}.{t.__qualname__}" for t in type(error).__mro__],
     }
     _write_quiet_point()
@@ -260,6 +261,31 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
             break
         trace = trace.tb_next
     return trace
+
+
+def _is_from_paceline(error: BaseException) -> bool:
+    """Whether Paceline raised it, and nobody else's code led there, nor to what caused it.
+
+    Torch and ``contextlib`` may lie in between: they only pass on a call of Paceline's.
+    """
+    import torch
+
+    own = f"{Path(__file__).parents[1]}{os.sep}"
+    allowed = (own, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
+    if not isinstance(error, PacelineError):
+        return False
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        frames = traceback.walk_tb(_own_frames(link.__traceback__))
+        files = [frame.f_code.co_filename for frame, _ in frames]
+        if not files or not files[-1].startswith(own):
+            return False
+        if not all(file.startswith(allowed) for file in files):
+            return False
+        seen.add(id(link))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return True
 
 
 def _says_peer_is_lost(error: BaseException) -> bool:

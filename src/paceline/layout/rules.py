@@ -32,12 +32,27 @@ class Request:
     """How many synchronous steps come before the local ones; ``None``: there are no local ones."""
     sync_batchnorm: bool = False
 
+    def words(self, setting: str) -> str:
+        """A setting of a rule as an engine was given it."""
+        if setting == "layout":
+            return f"layout {str(self.layout)!r}"
+        if setting == "compress":
+            return f"compress {self.compress}"
+        if setting == "reduction":
+            return f"reduction {', '.join(self.reduction)}"
+        return setting
+
 
 @dataclass(frozen=True)
 class Rule:
-    """``broken`` says what is wrong with a request, or gives ``None``."""
+    """``broken`` says what is wrong with a request, or gives ``None``.
+
+    ``settings`` are those that do not go together, by the names of an engine's options; a single
+    one does not go at all. The layout is among them where it is a part of the reason.
+    """
 
     name: str
+    settings: tuple[str, ...]
     broken: Callable[[Request], str | None]
 
 
@@ -136,8 +151,8 @@ def _matrices_need_whole_gradients(request: Request) -> str | None:
     if not request.layout.zero or "powersgd" not in (request.compress or ""):
         return None
     return (
-        f"compress: {request.compress} factors whole matrices, but with zero={request.layout.zero} "
-        "a gradient travels as pieces to the ranks that keep them. Use zero=0, or int8, sign, topk "
+        f"{request.compress} factors whole matrices, but with zero={request.layout.zero} a "
+        "gradient travels as pieces to the ranks that keep them. Use zero=0, or int8, sign, topk "
         "or randomk."
     )
 
@@ -147,9 +162,9 @@ def _residuals_are_cut_once(request: Request) -> str | None:
     if request.compress is None or not layout.zero or layout.tp == 1:
         return None
     return (
-        f"compress: {request.compress} keeps what it has not sent of each gradient; with tp="
-        f"{layout.tp} and zero={layout.zero} that is cut twice, in a way that no other layout "
-        "could load. Use zero=0 with tp, or zero without tp, or leave compress out."
+        f"{request.compress} keeps what it has not sent of each gradient; with tp={layout.tp} and "
+        f"zero={layout.zero} that is cut twice, in a way that no other layout could load. Use "
+        "zero=0 with tp, or zero without tp, or leave compress out."
     )
 
 
@@ -157,7 +172,7 @@ def _copies_are_summed_by_fsdp(request: Request) -> str | None:
     if request.compress is None or request.layout.copies == 1 or not request.layout.zero:
         return None
     return (
-        f"compress: {request.compress} would apply within each of the {request.layout.copies} "
+        f"{request.compress} would apply within each of the {request.layout.copies} "
         "copies of the sharded model only: FSDP2 sums between copies by itself, where it matters "
         "most. Leave replicas out, or use zero=0."
     )
@@ -168,9 +183,9 @@ def _sums_need_copies(request: Request) -> str | None:
     if not zero or not request.reduction:
         return None
     return (
-        f"reduction: {', '.join(request.reduction)}: with zero={zero} FSDP2 sums gradients unit by "
-        "unit, at the ranks that keep them. Leave it out; replicas=2 and up keeps gathering and "
-        "most sums within a copy of the model, such as a node."
+        f"with zero={zero} FSDP2 sums gradients unit by unit, at the ranks that keep them. Leave "
+        "reduction out; replicas=2 and up keeps gathering and most sums within a copy of the "
+        "model, such as a node."
     )
 
 
@@ -179,9 +194,9 @@ def _tuning_needs_overlap(request: Request) -> str | None:
     if "bucket_mib='tuned'" not in request.reduction or layout.tp == layout.pp == 1:
         return None
     return (
-        "reduction: bucket_mib='tuned' weighs buckets that leave early against few messages, but "
-        f"with tp={layout.tp} and pp={layout.pp} all leave after the backward. Give a number, or "
-        "leave bucket_mib out."
+        "tuning weighs buckets that leave early against few messages, but with "
+        f"tp={layout.tp} and pp={layout.pp} all leave after the backward. Give bucket_mib a "
+        "number, or leave it out."
     )
 
 
@@ -189,13 +204,13 @@ def _tuning_needs_plain_bytes(request: Request) -> str | None:
     if "bucket_mib='tuned'" not in request.reduction or request.compress is None:
         return None
     return (
-        "reduction: bucket_mib='tuned' reckons with gradients that travel as they are; what "
-        f"compress: {request.compress} takes to make and to send is not known to it. Give a "
+        "tuning reckons with gradients that travel as they are; what "
+        f"{request.compress} takes to make and to send is not known to it. Give bucket_mib a "
         "number, or leave one of them out."
     )
 
 
-def _replicas_hold_the_whole_model(request: Request) -> str | None:
+def _replicas_hold_whole_models(request: Request) -> str | None:
     layout = request.layout
     if request.local_start is None:
         return None
@@ -203,65 +218,102 @@ def _replicas_hold_the_whole_model(request: Request) -> str | None:
         value = getattr(layout, axis)
         if value > (0 if axis == "zero" else 1):
             return (
-                f"local steps: {axis}={value} spreads a model over ranks that need each other in "
-                "every step, but a replica that trains alone holds a whole model on one rank. "
-                f"Leave {axis} out, or local_steps."
+                f"{axis}={value} spreads a model over ranks that need each other in every step, "
+                "but a replica that trains alone holds a whole model on one rank. Leave "
+                f"{axis} out, or local_steps."
             )
-    if request.device_map:
-        return "local steps: a device map is for one process, which has no replicas to meet."
-    if request.sync_batchnorm:
-        return (
-            "local steps: sync_batchnorm normalises over all ranks' samples in every forward, but "
-            "replicas that train alone do not wait for each other. Leave one of them out."
-        )
     return None
 
 
-def _rounds_exchange_no_gradients(request: Request) -> str | None:
-    if request.local_start != 0:
+def _replicas_are_processes(request: Request) -> str | None:
+    if request.local_start is None or not request.device_map:
         return None
-    for name, asked in (("compress", request.compress), ("reduction", request.reduction)):
-        if asked:
-            return (
-                f"local steps: {name} is about how gradients travel, and replicas that train alone "
-                "from the first step on (start=0) send none. Leave it out, use "
-                "local_steps.exchange for what they send when they meet, or start with some "
-                "synchronous steps (local_steps.start), for which it counts."
-            )
-    return None
+    return "a device map is for one process, which has no replicas to meet. Leave one of them out."
 
+
+def _replicas_do_not_wait(request: Request) -> str | None:
+    if request.local_start is None or not request.sync_batchnorm:
+        return None
+    return (
+        "sync_batchnorm normalises over all ranks' samples in every forward, but replicas that "
+        "train alone do not wait for each other. Leave one of them out."
+    )
+
+
+def _rounds_send_no_gradients(request: Request) -> str | None:
+    if request.local_start != 0 or request.compress is None:
+        return None
+    return (
+        "compress is about how gradients travel, and replicas that train alone from the first step "
+        "on (local_steps.start=0) send none. Use local_steps.exchange for the form of what they "
+        "send when they meet, or begin with some synchronous steps (local_steps.start), to which "
+        "compress applies."
+    )
+
+
+def _rounds_sum_no_gradients(request: Request) -> str | None:
+    if request.local_start != 0 or not request.reduction:
+        return None
+    return (
+        "reduction is about how gradients are summed, and replicas that train alone from the first "
+        "step on (local_steps.start=0) sum none. Leave it out, or begin with some synchronous "
+        "steps (local_steps.start), to which it applies."
+    )
+
+
+_LAYOUT = ("layout",)
 
 RULES = (
-    Rule("axis-not-available", _axis_not_available),
-    Rule("replicas-need-zero", _replicas_need_zero),
-    Rule("zero-bubble-keeps-parameters", _zero_bubble_keeps_parameters),
-    Rule("selective-needs-one-backward", _selective_needs_one_backward),
-    Rule("pipeline-keeps-dtypes", _pipeline_keeps_dtypes),
-    Rule("offload-needs-zero", _offload_needs_zero),
-    Rule("pipeline-runs-backward", _pipeline_runs_backward),
-    Rule("own-loop-has-no-sample", _own_loop_has_no_sample),
-    Rule("device-map-is-one-process", _device_map_is_one_process),
-    Rule("replicas-hold-the-whole-model", _replicas_hold_the_whole_model),
-    Rule("rounds-exchange-no-gradients", _rounds_exchange_no_gradients),
-    Rule("matrices-need-whole-gradients", _matrices_need_whole_gradients),
-    Rule("residuals-are-cut-once", _residuals_are_cut_once),
-    Rule("copies-are-summed-by-fsdp", _copies_are_summed_by_fsdp),
-    Rule("sums-need-copies", _sums_need_copies),
-    Rule("tuning-needs-overlap", _tuning_needs_overlap),
-    Rule("tuning-needs-plain-bytes", _tuning_needs_plain_bytes),
+    Rule("axis-not-available", _LAYOUT, _axis_not_available),
+    Rule("replicas-need-zero", _LAYOUT, _replicas_need_zero),
+    Rule("zero-bubble-keeps-parameters", ("layout", "schedule"), _zero_bubble_keeps_parameters),
+    Rule(
+        "selective-needs-one-backward",
+        ("schedule", "checkpoint_activations"),
+        _selective_needs_one_backward,
+    ),
+    Rule("pipeline-keeps-dtypes", ("layout", "sharding.dtype"), _pipeline_keeps_dtypes),
+    Rule("offload-needs-zero", ("layout", "sharding.offload"), _offload_needs_zero),
+    Rule("pipeline-runs-backward", _LAYOUT, _pipeline_runs_backward),
+    Rule("own-loop-has-no-sample", _LAYOUT, _own_loop_has_no_sample),
+    Rule("device-map-is-one-process", ("layout", "device_map"), _device_map_is_one_process),
+    Rule("replicas-hold-the-whole-model", ("layout", "local_steps"), _replicas_hold_whole_models),
+    Rule("replicas-are-processes", ("device_map", "local_steps"), _replicas_are_processes),
+    Rule("replicas-do-not-wait", ("sync_batchnorm", "local_steps"), _replicas_do_not_wait),
+    Rule("rounds-send-no-gradients", ("compress", "local_steps"), _rounds_send_no_gradients),
+    Rule("rounds-sum-no-gradients", ("reduction", "local_steps"), _rounds_sum_no_gradients),
+    Rule("matrices-need-whole-gradients", ("layout", "compress"), _matrices_need_whole_gradients),
+    Rule("residuals-are-cut-once", ("layout", "compress"), _residuals_are_cut_once),
+    Rule("copies-are-summed-by-fsdp", ("layout", "compress"), _copies_are_summed_by_fsdp),
+    Rule("sums-need-copies", ("layout", "reduction"), _sums_need_copies),
+    Rule("tuning-needs-overlap", ("layout", "bucket_mib"), _tuning_needs_overlap),
+    Rule("tuning-needs-plain-bytes", ("bucket_mib", "compress"), _tuning_needs_plain_bytes),
 )
+
+
+def broken_rule(request: Request) -> tuple[Rule, str] | None:
+    """The first rule that ``request`` breaks, and the reason; ``None`` if sound."""
+    for rule in RULES:
+        if (reason := rule.broken(request)) is not None:
+            return rule, reason
+    return None
 
 
 def problem_with(request: Request) -> tuple[str, str] | None:
     """The name of the first rule that ``request`` breaks, and the reason; ``None`` if sound."""
-    for rule in RULES:
-        if (reason := rule.broken(request)) is not None:
-            return rule.name, reason
-    return None
+    found = broken_rule(request)
+    return None if found is None else (found[0].name, found[1])
+
+
+def clash(settings: Sequence[str]) -> str:
+    """Settings that do not go together, as the beginning of a sentence."""
+    first, *others = settings
+    return f"{first} does not go with {', '.join(others)}" if others else first
 
 
 def check_rules(request: Request) -> None:
     """Raise :class:`LayoutError` for a request that breaks a rule."""
-    if (found := problem_with(request)) is not None:
-        name, reason = found
-        raise LayoutError(f"layout {str(request.layout)!r}: {reason} [rule: {name}]")
+    if (found := broken_rule(request)) is not None:
+        rule, reason = found
+        told = clash([request.words(setting) for setting in rule.settings])
+        raise LayoutError(f"{told}: {reason} [rule: {rule.name}]")

@@ -258,6 +258,8 @@ def _describe_trouble(event: Event) -> str | None:
             who = f"rank {event.rank}{host}" if event.rank >= 0 else "the run"
             how = {"hang": "hung", "node": "was lost with its machine"}.get(event.cause, "failed")
             log = f"; its log: {event.log}" if event.log else ""
+            if event.told_at_end:
+                return f"{_at(event.step)}{who} {how}"
             return f"{_at(event.step)}{who} {how}: {event.error.rstrip('.')}{log}"
         case Restarting():
             budget = "" if event.budget is None else f", restart {event.used} of {event.budget}"

@@ -38,6 +38,8 @@ class Summary:
     """Every time the ranks were started again without anybody asking."""
     wire: list[WireUsed] = field(default_factory=list)
     """What gradients cost on the wire, where that was counted, since the latest start."""
+    first_step: int = 0
+    """How many steps were done when the run was started for the last time."""
     samples: int = 0
     training_seconds: float = 0.0
 
@@ -60,7 +62,7 @@ class Summary:
         if isinstance(event, RunStarted):
             self.finished = None
             self.samples, self.training_seconds = 0, 0.0
-            self.wire = []
+            self.wire, self.first_step = [], event.first_step
         elif isinstance(event, StepDone):
             self.step = event
             self.samples += event.samples
@@ -100,11 +102,27 @@ class Summary:
         return lines
 
     def _wire(self) -> str:
-        steps = sum(event.steps for event in self.wire)
-        sent = sum(max(event.bytes_sent) for event in self.wire) // steps
-        plain = sum(max(event.bytes_plain) for event in self.wire) // steps
-        told = f"{size(sent)} of gradients a step and rank"
-        return f"{told}, instead of {size(plain)}" if sent < plain else told
+        """Of the steps that sent what the last one sent: a warm-up is no part of the figure."""
+        what = self.wire[-1].what
+        alike = [event for event in self.wire if event.what == what]
+        steps = sum(event.steps for event in alike)
+        sent = sum(max(event.bytes_sent) for event in alike) // steps
+        plain = sum(max(event.bytes_plain) for event in alike) // steps
+        if what == "warmup":
+            told = f"{size(sent)} of gradients a step and rank"
+            return f"{told}: nothing was compressed, all {plural(steps, 'step')} were warm-up"
+        if what == "distances":
+            told = f"{size(sent)} a step and rank, instead of {size(plain)} of gradients"
+        else:
+            told = f"{size(sent)} of gradients a step and rank"
+            told += f", instead of {size(plain)}" if sent < plain else ""
+        before = alike[0].step - alike[0].steps
+        if before == 0:
+            return told
+        if before == self.first_step:
+            return f"{told} (since it was resumed at step {before})"
+        first = "steps together" if what == "distances" else "steps of warm-up"
+        return f"{told} (after {before} {first})"
 
     def _headline(self) -> str:
         if self.finished is None:

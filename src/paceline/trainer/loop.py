@@ -28,6 +28,7 @@ from paceline.trainer.reporting import Reporter
 from paceline.trainer.saving import Checkpoints, Restored
 from paceline.trainer.splitting import StepSplits
 from paceline.trainer.stopping import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
+from paceline.trainer.wire_notes import starting_notes
 from paceline.trainer.wire_reports import WireReports
 
 if TYPE_CHECKING:
@@ -357,6 +358,8 @@ class Loop:
                 first_step=engine.steps_done,
             )
         )
+        for note in starting_notes(engine, self.total_steps):
+            self.reporter.emit(note)
 
     def _finish(self, reason: str) -> History:
         self._catch_up()

@@ -1,15 +1,18 @@
-"""Now and then: the bytes of gradients that each rank has sent, as an event."""
+"""What a run tells of its wire: now and then the bytes that each rank has sent, as an event."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from paceline.engine import Engine
-from paceline.engine.traffic import Traffic
-from paceline.events import Event, WireUsed
+from paceline.engine.traffic import LeftAlone, Traffic, left_alone, sent_in
+from paceline.events import Event, Note, WireUsed
+from paceline.track.pace import plural, size
 from paceline.world import collectives
 
 EVERY = 50
+_NOTABLE = 0.1
+_NAMED = 3
 
 
 class WireReports:
@@ -22,12 +25,19 @@ class WireReports:
         self._engine, self._report = engine, report
         self._told_at: int | None = None
         self._told = Traffic(0, 0)
+        self._looked_at_a_step = False
 
     def after(self, step: int) -> None:
         """``step`` is done, and nothing else since."""
         if self._told_at is None:
             self._told_at = step - 1
-        if step - self._told_at >= EVERY and not self._engine.in_round:
+        what = sent_in(self._engine, step)
+        if what == "gradients" and not self._looked_at_a_step:
+            self._looked_at_a_step = True
+            self._tell_what_is_left_alone()
+        # A report is of one kind of steps: the last one before another kind ends it.
+        is_last = what != sent_in(self._engine, step + 1)
+        if (is_last or step - self._told_at >= EVERY) and not self._engine.in_round:
             self.finish()
 
     def finish(self) -> None:
@@ -36,6 +46,10 @@ class WireReports:
         if now is None or self._told_at in (None, step) or self._engine.world.size == 1:
             return
         assert self._told_at is not None
+        what = sent_in(self._engine, step)
+        if what is None:  # steps before the first round, of which nothing is counted
+            self._told_at, self._told = step, now
+            return
         new = Traffic(now.sent - self._told.sent, now.plain - self._told.plain)
         ranks = collectives.all_gather_object(new)
         self._report(
@@ -44,6 +58,41 @@ class WireReports:
                 steps=step - self._told_at,
                 bytes_sent=[own.sent for own in ranks],
                 bytes_plain=[own.plain for own in ranks],
+                what=what,
             )
         )
         self._told_at, self._told = step, now
+
+    def _tell_what_is_left_alone(self) -> None:
+        """After the first step with compression: why the saving is small, where it is."""
+        now = self._engine.traffic()
+        if now is None or self._engine.world.size == 1:
+            return
+        new = Traffic(now.sent - self._told.sent, now.plain - self._told.plain)
+        message = left_alone_note(*left_alone(self._engine), new)
+        if message is not None:
+            self._report(Note(message=message))
+
+
+def left_alone_note(found: list[LeftAlone], total: int, step: Traffic) -> str | None:
+    """What of one ``step`` travels as it is, where that is a notable part of what was sent.
+
+    ``found`` are the tensors that do, of ``total`` bytes in all.
+    """
+    left = sum(tensor.bytes for tensor in found)
+    if not found or left == total:
+        return None
+    sent = step.plain * left / total
+    if sent < _NOTABLE * step.sent:
+        return None
+    found = sorted(found, key=lambda tensor: -tensor.bytes)
+    named = [tensor.name for tensor in found if tensor.bytes >= _NOTABLE * left][:_NAMED]
+    others = len(found) - len(named)
+    told = ", ".join(named)
+    if others:
+        told += f" and {plural(others, 'smaller tensor')}" if named else plural(others, "tensor")
+    options = ", ".join(dict.fromkeys(tensor.why for tensor in found))
+    return (
+        f"of the {size(step.sent)} of gradients that a rank sends in a step, {size(round(sent))} "
+        f"travel as they are: {told} ({options})"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,9 +46,9 @@ class Form:
             raise TrainingError(f"compress: {text!r} is not a format such as {_EXAMPLES}.")
         name, number, then = found["name"], found["number"], found["then"]
         if name not in FORMATS:
+            within = "" if name == text.strip().lower() else f" (in {text!r})"
             raise TrainingError(
-                f"compress: there is no format {name!r} (in {text!r}). There are "
-                f"{', '.join(FORMATS)}."
+                f"compress: there is no format {name!r}{within}. There are {', '.join(FORMATS)}."
             )
         form = cls(name, None if number is None else _number(text, number), then)
         form._check(text)
@@ -56,23 +57,28 @@ class Form:
     def _check(self, text: str) -> None:
         wants = FORMATS[self.name]
         if wants is None and self.number is not None:
-            raise TrainingError(f"compress: {text!r}: {self.name} takes no number.")
-        if wants is not None and self.number is None:
-            example = "4" if wants == "rank" else "0.01"
             raise TrainingError(
-                f"compress: {text!r} needs its {wants}, as in {self.name}:{example}."
+                f"compress: {text!r}: {self.name} takes no number; write {self.name} alone."
             )
+        example = f"{self.name}:{'4' if wants == 'rank' else '0.01'}"
+        if wants is not None and self.number is None:
+            raise TrainingError(f"compress: {text!r} needs its {wants}, as in {example}.")
         if wants == "ratio" and not 0 < (self.number or 0) <= 1:
             raise TrainingError(
-                f"compress: {text!r}: the ratio of elements to send must be above 0 and at most 1."
+                f"compress: {text!r}: the ratio of elements to send must be above 0 and at most 1, "
+                f"as in {example}."
             )
         if wants == "rank" and (self.number is None or self.number < 1 or self.number % 1):
-            raise TrainingError(f"compress: {text!r}: the rank must be a whole number from 1.")
-        if self.then is not None and self.then not in _THEN:
-            raise TrainingError(f"compress: {text!r}: after + comes {' or '.join(_THEN)}.")
+            raise TrainingError(
+                f"compress: {text!r}: the rank must be a whole number, 1 or more, as in {example}."
+            )
         if self.then is not None and self.name not in _TAKES_THEN:
             raise TrainingError(
                 f"compress: {text!r}: only {', '.join(_TAKES_THEN)} are followed by another format."
+            )
+        if self.then is not None and self.then not in _THEN:
+            raise TrainingError(
+                f"compress: {text!r}: after + comes {' or '.join(_THEN)}, as in {example}+fp16."
             )
 
     def __str__(self) -> str:
@@ -119,7 +125,8 @@ class Compression:
             try:
                 Form.parse(text)
             except TrainingError as error:
-                raise TrainingError(f"compress: rule for {pattern!r}: {error}") from None
+                told = str(error).removeprefix("compress: ")
+                raise TrainingError(f"compress: rule for {pattern!r}: {told}") from None
         for name in ("warmup_steps", "smallest"):
             value = getattr(self, name)
             if value is None and name == "warmup_steps":
@@ -155,12 +162,28 @@ class Compression:
 
     def form_of(self, name: str, shape: tuple[int, ...], *, is_embedding: bool = False) -> Form:
         """The format in which the parameter ``name`` travels."""
-        for pattern, text in self.rules.items():
-            if fnmatch.fnmatchcase(name, pattern):
-                return Form.parse(text)
-        size = 1
-        for length in shape:
-            size *= length
-        if len(shape) < 2 or size < self.smallest or (is_embedding and not self.embeddings):
+        rule = self.rule_for(name)
+        if rule is not None:
+            return Form.parse(self.rules[rule])
+        if self.left_alone_by(name, shape, is_embedding=is_embedding) is not None:
             return Form("none")
         return Form.parse(self.format)
+
+    def rule_for(self, name: str) -> str | None:
+        """The pattern of the rule that counts for the parameter ``name``, if there is one."""
+        return next((p for p in self.rules if fnmatch.fnmatchcase(name, p)), None)
+
+    def left_alone_by(
+        self, name: str, shape: tuple[int, ...], *, is_embedding: bool = False
+    ) -> str | None:
+        """The option that would have the parameter ``name`` compressed, where it is not."""
+        rule = self.rule_for(name)
+        if rule is not None:
+            return "rules" if Form.parse(self.rules[rule]).name == "none" else None
+        if Form.parse(self.format).name == "none":
+            return "format"
+        if len(shape) < 2:  # vectors, whatever their size, unless a rule names them
+            return "rules"
+        if math.prod(shape) < self.smallest:
+            return "smallest"
+        return "embeddings" if is_embedding and not self.embeddings else None

@@ -57,8 +57,8 @@ class Reduction:
             )
         if not self.overlap:
             raise TrainingError(
-                f"reduction: bucket_mib={bucket!r} with overlap=False, which is one bucket for "
-                "everything. Leave one of them out."
+                f"reduction: bucket_mib={_shown(bucket)} has no effect without overlap, where "
+                "everything leaves in one bucket. Leave one of them out."
             )
 
     def _check_links(self) -> None:
@@ -86,7 +86,7 @@ class Reduction:
             "bucket_mib": self.bucket_mib is not None,
             "overlap": not self.overlap,
         }
-        return tuple(f"{name}={getattr(self, name)!r}" for name, said in told.items() if said)
+        return tuple(f"{name}={_shown(getattr(self, name))}" for name, said in told.items() if said)
 
     @property
     def tuned(self) -> bool:
@@ -108,6 +108,11 @@ class Reduction:
         if isinstance(value, cls):
             return value
         raise TrainingError(f"reduction={value!r} must be a paceline.Reduction(…).")
+
+
+def _shown(value: object) -> str:
+    """A number as it was written: 5, where a config has made 5.0 of it."""
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def _link(value: str | Link) -> Link:

@@ -1,0 +1,78 @@
+"""What a run says of its wire when it starts: in which form gradients travel, and from when on."""
+
+from __future__ import annotations
+
+from paceline.engine import Engine
+from paceline.engine.options import compression_of, local_steps_of
+from paceline.events import Note
+from paceline.track.pace import plural
+from paceline.wire import Compression, LocalSteps
+
+
+def starting_notes(engine: Engine, last_step: int | None) -> list[Note]:
+    """What is on, and a warning where this run, which ends after ``last_step``, is too short."""
+    compression = compression_of(engine.options)
+    local_steps = local_steps_of(engine.options)
+    if engine.layout.dp == 1:
+        return [] if compression is None else [_alone(compression)]
+    notes = []
+    start = None if local_steps is None else local_steps.start
+    if compression is not None and (start is None or engine.steps_done < start):
+        notes.append(of_compression(compression, engine.steps_done, last_step, start))
+    if local_steps is not None:
+        notes.append(of_local_steps(local_steps, engine.steps_done, last_step))
+    return notes
+
+
+def _alone(compression: Compression) -> Note:
+    return Note(
+        message=f"gradients would travel as {compression.formats}, but there is one data-parallel "
+        "rank, which has nobody to send them to (compress)"
+    )
+
+
+def of_compression(
+    compression: Compression, done: int, last_step: int | None, start: int | None
+) -> Note:
+    """In which form gradients travel; ``start``: of the local steps, in which none do."""
+    formats, warmup = compression.formats, compression.warmup
+    synchronous = [step for step in (last_step, start) if step is not None]
+    if synchronous and min(synchronous) <= warmup and warmup > done:
+        over = min(synchronous)
+        ends = "local steps begin" if start == over else "this run ends"
+        or_else = "raise local_steps.start" if start == over else "train for longer"
+        return Note(
+            level="warning",
+            message=f"no gradient will travel as {formats}: {ends} after "
+            f"{plural(over, 'step')}, and the first {warmup} travel as they are. Lower "
+            f"compress.warmup_steps, or {or_else}",
+        )
+    if done < warmup:
+        then = f" after {plural(warmup, 'step')} as they are (compress.warmup_steps)"
+    else:
+        then = ""
+    return Note(message=f"gradients travel as {formats}{then}")
+
+
+def of_local_steps(local_steps: LocalSteps, done: int, last_step: int | None) -> Note:
+    """How often replicas meet."""
+    every, start = local_steps.every, local_steps.start
+    form = "" if local_steps.exchange == "none" else f", {local_steps.exchange}"
+    parts = "" if local_steps.fragments == 1 else f", {local_steps.fragments} fragments in turn"
+    told = f"replicas meet every {plural(every, 'step')} ({local_steps.method}{form}{parts})"
+    if done < start:
+        told += f" after {plural(start, 'step')} together (local_steps.start)"
+    if last_step is None or last_step - start >= every:
+        return Note(message=told)
+    if last_step <= start:
+        return Note(
+            level="warning",
+            message=f"no step will be local: this run ends after {plural(last_step, 'step')}, and "
+            f"the first {start} are together. Lower local_steps.start, or train for longer",
+        )
+    meets = "they meet" if local_steps.fragments == 1 else "much of the model meets"
+    return Note(
+        level="warning",
+        message=f"{told}, but this run ends after {plural(last_step, 'step')}: {meets} only at "
+        "its end. Lower local_steps.every, or train for longer",
+    )
