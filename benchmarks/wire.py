@@ -8,10 +8,11 @@ the median step time, the bytes a rank sends in a step, as counted by who trains
 interface, and the loss after equal steps and after equal wall time. What plain DDP's loss is after
 a step does not depend on the link: it is taken from a run of its own on the loopback.
 
-The second part trains the demo over the last link, each step together and in local steps (DiLoCo).
+The second part trains the demo over the last link, each step together, and in local steps (DiLoCo)
+after a start together.
 
     python benchmarks/wire.py [--links 1000 100:5] [--steps 60] [--seconds 40] [--most 75]
-                              [--settings NAME...] [--part formats|diloco] [--outer 0.7/0.5...]
+                              [--settings NAME...] [--part formats|diloco] [--outer 1/0.5...]
 
 Needs root, for the hosts, and Accelerate (``pip install 'paceline[bench]'``).
 """
@@ -82,16 +83,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--most", type=float, default=75, help="seconds for who is slower")
     parser.add_argument("--settings", nargs="+", help="only ways with one of these in their names")
     parser.add_argument("--part", action="append", choices=["formats", "diloco"])
-    parser.add_argument("--local-steps", type=int, default=1020, help="steps of the second part")
+    parser.add_argument("--local-steps", type=int, default=1500, help="steps of the second part")
     parser.add_argument(
-        "--outer", nargs="+", default=["0.7/0.5", "1/0"], metavar="LR/MOMENTUM",
+        "--outer", nargs="+", default=["1/0.5"], metavar="LR/MOMENTUM",
         help="outer optimizers of the second part",
     )  # fmt: skip
     parser.add_argument("--exchange", default="int8", help="format of what meetings tell")
-    parser.add_argument("--start", type=int, default=420, help="steps together before rounds begin")
-    parser.add_argument(
-        "--start-format", default="powersgd:4+fp16", help="format of their gradients"
-    )
+    parser.add_argument("--start", type=int, default=600, help="steps together before rounds begin")
+    parser.add_argument("--start-format", default="sign", help="format of their gradients")
     parser.add_argument("--global-batch", type=int, default=TASK.global_batch)
     parser.add_argument("--context", type=int, default=TASK.context)
     parser.add_argument("--json", type=Path)

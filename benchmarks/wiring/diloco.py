@@ -22,7 +22,6 @@ from wiring.task import Task
 from wiring.ways import Way
 
 EVERY = 50
-_WARMUP = 12
 _STEPS_ON_THE_LINK = 50
 TOGETHER = Way("every step together", "paceline")
 
@@ -31,7 +30,8 @@ TOGETHER = Way("every step together", "paceline")
 class Rounds:
     """Rounds with each outer optimizer (``"0.7/0.9"``), what is told at a meeting as ``exchange``.
 
-    They begin after ``start`` steps together, whose gradients travel as ``form``.
+    They begin after ``start`` steps together, whose gradients travel as ``form`` (those of the
+    embeddings as int8).
     """
 
     outer: Sequence[str]
@@ -53,8 +53,12 @@ class Rounds:
             name += f"; {self.start} steps before in {self.form}"
         if self.form != "none":
             settings["compress"] = {
-                "format": self.form, "warmup_steps": _WARMUP, "embeddings": True
-            }  # fmt: skip
+                "format": self.form,
+                "rules": dict.fromkeys(("tokens.weight", "positions.weight"), "int8"),
+                "warmup_steps": 0,
+                # Adam does better without it: see "Steps to a loss" in docs/benchmarks.md.
+                "error_feedback": False if self.form == "sign" else None,
+            }
         return Way(name, "paceline", settings)
 
 

@@ -268,12 +268,12 @@ def _is_from_paceline(error: BaseException) -> bool:
 
     Torch and ``contextlib`` may lie in between: they only pass on a call of Paceline's.
     """
+    if not isinstance(error, PacelineError):
+        return False
     import torch
 
     own = f"{Path(__file__).parents[1]}{os.sep}"
     allowed = (own, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
-    if not isinstance(error, PacelineError):
-        return False
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
