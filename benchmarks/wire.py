@@ -38,7 +38,7 @@ from wiring.ways import BASELINES, FORMATS, PLAIN, Way, in_one_bucket, paceline_
 from paceline.testing.hosts import hosts_available
 
 TASK = Task(layers=8, heads=8, width=512, context=64, global_batch=2, lr=3e-4, warmup=10)
-_WIDTH = 118
+_WIDTH = 150
 WAYS = [
     *BASELINES,
     *(
