@@ -89,7 +89,7 @@ def _options() -> argparse.Namespace:
         help="outer optimizers of the second part",
     )  # fmt: skip
     parser.add_argument("--exchange", default="int8", help="format of what meetings tell")
-    parser.add_argument("--start", type=int, default=600, help="steps together before rounds begin")
+    parser.add_argument("--start", type=int, default=500, help="steps together before rounds begin")
     parser.add_argument("--start-format", default="sign", help="format of their gradients")
     parser.add_argument("--global-batch", type=int, default=TASK.global_batch)
     parser.add_argument("--context", type=int, default=TASK.context)

@@ -22,6 +22,7 @@ from wiring.task import Task
 from wiring.ways import Way
 
 EVERY = 50
+_WARMUP = 12
 _STEPS_ON_THE_LINK = 50
 TOGETHER = Way("every step together", "paceline")
 
@@ -55,7 +56,7 @@ class Rounds:
             settings["compress"] = {
                 "format": self.form,
                 "rules": dict.fromkeys(("tokens.weight", "positions.weight"), "int8"),
-                "warmup_steps": 0,
+                "warmup_steps": _WARMUP,  # without, signs do much worse from the first step on
                 # Adam does better without it: see "Steps to a loss" in docs/benchmarks.md.
                 "error_feedback": False if self.form == "sign" else None,
             }
