@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from wire_cases import fit
 
 import paceline
 from paceline import events
@@ -105,17 +106,7 @@ def train(run_dir: str, steps: int, options: dict[str, Any]) -> list[str]:
     torch.manual_seed(0)
     model = Words()
     data = torch.utils.data.TensorDataset(torch.arange(32), torch.zeros(32, 64))
-    trainer = paceline.Trainer(
-        model,
-        loss=nn.functional.mse_loss,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        global_batch=8,
-        run_dir=run_dir,
-        progress=False,
-        checkpoint=paceline.Checkpointing(every=2),
-        **options,
-    )
-    trainer.fit(data, steps=steps, resume=True)
+    fit(model, data, run_dir, steps, save_every=2, **options)
     told = [e.message for e in events.read(Path(run_dir)) if isinstance(e, Note)]
     return [message for message in told if "starts from the beginning" not in message]
 

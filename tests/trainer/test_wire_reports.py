@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from wire_cases import fit
 
 import paceline
 from paceline import events
@@ -24,17 +25,7 @@ def train(run_dir: str, steps: int, **options: Any) -> None:
     data = torch.utils.data.TensorDataset(
         torch.randn(32, 64, generator=draw), torch.randn(32, 32, generator=draw)
     )
-    trainer = paceline.Trainer(
-        model,
-        loss=nn.functional.mse_loss,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        global_batch=8,
-        run_dir=run_dir,
-        progress=False,
-        checkpoint=paceline.Checkpointing(every=10),
-        **options,
-    )
-    trainer.fit(data, steps=steps, resume=True)
+    fit(model, data, run_dir, steps, save_every=10, **options)
 
 
 def told(run_dir: Path) -> list[WireUsed]:

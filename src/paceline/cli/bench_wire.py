@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import ConfigFile, Machines, MeetingPlace, Overrides, Patience
+from paceline.cli.options import ConfigFile, Machines, MeetingPlace, Overrides, Patience, Spread
 
 if TYPE_CHECKING:
     from paceline.bench.launching import Place
@@ -23,9 +23,7 @@ def wire(
     ] = None,
     nnodes: Machines = None,
     rdzv: MeetingPlace = None,
-    layout: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="How work is spread, like dp=2,zero=2.")
-    ] = None,
+    layout: Spread = None,
     wait: Patience = 60.0,
     formats: Annotated[
         str | None,
@@ -76,16 +74,14 @@ def wire(
 def _read_config(path: str | None, overrides: list[str], given: dict[str, str | None]) -> Config:
     """The config as it would be trained; problems name the flags they come from."""
     from paceline.config import load_checked, resolve
+    from paceline.config.overrides import in_users_words
     from paceline.errors import ConfigError
 
     flags = {f"{k}={v}": f"--{k.split('.')[-1]} {v}" for k, v in given.items() if v is not None}
     try:
         return resolve(load_checked(path, [*flags, *overrides], trying_wire=True))
     except ConfigError as error:
-        problems = list(error.problems)
-        for override, flag in flags.items():
-            problems = [text.replace(f"--set {override}", flag) for text in problems]
-        raise ConfigError(problems) from None
+        raise ConfigError(in_users_words(error.problems, flags)) from None
 
 
 def _try_formats(place: Place, request: WireRequest, config: Config, json_file: str | None) -> None:

@@ -59,12 +59,11 @@ def _read(
     read: Callable[..., Config], config: str | None, layout: str | None, overrides: list[str]
 ) -> Config:
     """The config with everything laid over it; problems name the flag they come from."""
+    from paceline.config.overrides import in_users_words
     from paceline.errors import ConfigError
 
-    if layout is None:
-        return read(config, overrides)
+    flags = {} if layout is None else {f"layout={layout}": f"--layout {layout}"}
     try:
-        return read(config, [f"layout={layout}", *overrides])
+        return read(config, [*flags, *overrides])
     except ConfigError as error:
-        written, flag = f"--set layout={layout}", f"--layout {layout}"
-        raise ConfigError([text.replace(written, flag) for text in error.problems]) from None
+        raise ConfigError(in_users_words(error.problems, flags)) from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import Overrides
+from paceline.cli.options import Overrides, Spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,10 +54,7 @@ def train(
             metavar="HOST:PORT", help="Where they meet; further ones after commas stand in."
         ),
     ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(metavar="LAYOUT", help="How work is spread, like dp=2,zero=3 or tp=2."),
-    ] = None,
+    layout: Spread = None,
     on: Annotated[
         str, typer.Option(metavar="PLACE", help=f"Where the ranks run: {', '.join(_PLACES)}.")
     ] = _PLACES[0],
@@ -173,13 +170,14 @@ class _Request:
     def load(self, source: str | Path | None, *, checked: bool = True) -> Config:
         """The config with all overrides; problems name the flags they come from."""
         from paceline.config import load, load_checked
+        from paceline.config.overrides import in_users_words
         from paceline.errors import ConfigError
 
         read = load_checked if checked else load
         try:
             return read(source, [*self._adjusted, *self.flags, *self.overrides])
         except ConfigError as error:
-            raise ConfigError([self._in_users_words(text) for text in error.problems]) from None
+            raise ConfigError(in_users_words(error.problems, self.flags)) from None
 
     def adjust_ranks_of(self, stored: Config) -> None:
         """Let --nproc and --nnodes change the layout of a config that has all written out, and
@@ -205,11 +203,6 @@ class _Request:
         problems = [text for _, text in node_problems(config)]
         if problems:
             raise ConfigError(problems)
-
-    def _in_users_words(self, problem: str) -> str:
-        for override, flag in self.flags.items():
-            problem = problem.replace(f"--set {override}", flag)
-        return problem
 
 
 def _split_at_dashes(positionals: list[str]) -> tuple[list[str], list[str]]:

@@ -35,6 +35,17 @@ def apply(
     return result, problems
 
 
+def in_users_words(problems: Iterable[str], flags: Mapping[str, str]) -> list[str]:
+    """``problems`` that blame ``--set KEY=VALUE``, with the flag that stood for it instead.
+
+    ``flags`` maps overrides to the words of the command line that they come from.
+    """
+    told = list(problems)
+    for override, flag in flags.items():
+        told = [text.replace(f"--set {override}", flag) for text in told]
+    return told
+
+
 def parse(override: str) -> tuple[Path, Any]:
     """``train.steps=100`` as its path and its value; raises :class:`ConfigError`."""
     key, equals, text = override.partition("=")

@@ -14,6 +14,7 @@ from pathlib import Path
 from paceline.config import Config, count_gpus, load, load_checked
 from paceline.config.endpoints import Endpoint, endpoints
 from paceline.config.fields import node_range
+from paceline.config.overrides import in_users_words
 from paceline.config.resolving import nproc_of, on_gpu, world_of
 from paceline.doctor.facts import Plan
 from paceline.doctor.facts_folders import Wanted
@@ -48,7 +49,7 @@ def gather_config(
     try:
         config = load_checked(source, overrides)
     except ConfigError as error:
-        problems = tuple(_in_users_words(problem, flags) for problem in error.problems)
+        problems = tuple(in_users_words(error.problems, flags))
         with contextlib.suppress(ConfigError):
             config = load(source, overrides)
     if config is None:
@@ -60,12 +61,6 @@ def gather_config(
         folders=_folders(config),
         rdzv=_places(config),
     )
-
-
-def _in_users_words(problem: str, flags: Mapping[str, str]) -> str:
-    for override, flag in flags.items():
-        problem = problem.replace(f"--set {override}", flag)
-    return problem
 
 
 def _places(config: Config) -> tuple[Endpoint, ...]:

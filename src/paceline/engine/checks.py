@@ -35,7 +35,7 @@ def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> Non
         )
     if (sparse := sparse_embedding(model)) is not None:
         _check_rows_can_travel(sparse, options)
-    check_rules(model, options["compress"])
+    check_rules_match(model, options["compress"])
     for name in ("clip_norm", "clip_value"):
         bound = options[name]
         if bound is not None and not bound > 0:
@@ -61,7 +61,7 @@ def _check_rows_can_travel(embedding: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def check_rules(model: nn.Module, compress: Compression | str | None) -> None:
+def check_rules_match(model: nn.Module, compress: Compression | str | None) -> None:
     """Refuse a rule whose pattern is the name of no parameter of the whole ``model``."""
     rules = [] if compress is None else Compression.of(compress).rules
     names = [name for name, _ in model.named_parameters()]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from paceline.checkpoint.folder import Folder
 from paceline.data import Loader, from_dataloader, loader
 from paceline.engine import Engine, EngineOptions
-from paceline.engine.checks import check_rules
+from paceline.engine.checks import check_rules_match
 from paceline.engine.loss import LossFunction
 from paceline.engine.options import DEFAULTS, OptimizerFactory, check_option_names, ways_of
 from paceline.errors import CheckpointError, DataError, TrainingError
@@ -196,7 +196,7 @@ class Trainer:
         layout = Layout.parse(options["layout"], world_size=nproc)
         layout.check_world(nproc)
         check_layout(layout, ways_of(options))
-        check_rules(self.model, options["compress"])
+        check_rules_match(self.model, options["compress"])
 
     def _fit(
         self, train: Any, val: Any, epochs: int | None, steps: int | None, resume: bool
