@@ -199,6 +199,31 @@ def test_mlflow_gets_every_number_once_in_one_run(
     assert "INFO" not in shown.out + shown.err, "nothing is written across the progress bar"
 
 
+def test_mlflow_is_shown_no_credential(store: tuple[str, Any], tmp_path: Path) -> None:
+    uri, client = store
+    params = {
+        "checkpoint.storage.key": "hunter2",
+        "checkpoint.storage.client_kwargs.secret": "env:STORE_SECRET",
+        "data.args.where": "ftp://me:hunter2@host/x",
+        "data.args.options": {"password": "hunter2"},
+        "model.args.pad_token": "<pad>",
+    }
+    feed(
+        MLflow(uri=uri, experiment="masked", run_dir=tmp_path, params=params),
+        started(),
+        finished(),
+    )
+    (run,) = client.search_runs([client.get_experiment_by_name("masked").experiment_id])
+    assert {key: run.data.params[key] for key in params} == {
+        "checkpoint.storage.key": "***",
+        "checkpoint.storage.client_kwargs.secret": "env:STORE_SECRET",
+        "data.args.where": "ftp://me:***@host/x",
+        "data.args.options": "{'password': '***'}",
+        "model.args.pad_token": "<pad>",
+    }
+    assert (tmp_path / "mlflow.json").stat().st_mode & 0o077 == 0
+
+
 def test_mlflow_knows_a_failed_run_and_keeps_runs_apart(
     tmp_path: Path, store: tuple[str, Any]
 ) -> None:

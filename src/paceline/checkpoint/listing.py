@@ -76,7 +76,9 @@ def _look_remotely(storage: Storage, names: list[str]) -> list[Listed]:
     try:
         everything = storage.fs.find(top, detail=True)
     except Exception as error:  # stores raise their client library's own kinds
-        raise StorageError(f"cannot list {storage.where}: {error}.") from error
+        raise StorageError(
+            f"cannot list {storage.where}: {storage.told(error)}."
+        ) from storage.cause(error)
     files: dict[str, dict[str, int]] = {name: {} for name in names}
     inside = storage.root.strip("/") + "/"
     for path, info in everything.items():

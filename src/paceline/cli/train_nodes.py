@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.endpoints import endpoints
 from paceline.config.fields import node_range
+from paceline.config.secret_words import shown
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import Event, EventLog
 from paceline.launch.run_folder import RunFolder, has_mark
@@ -214,7 +215,11 @@ def meet(
 
 def asked_of(config: Mapping[str, Any], **more: str) -> dict[str, str]:
     """What a launcher was asked to run, in a form to compare it with what others were."""
-    flat = {key: repr(value) for key, value in config.items() if key not in _NOT_COMPARED}
+    compared = {key: value for key, value in config.items() if key not in _NOT_COMPARED}
+    flat = {
+        key: repr(shown(value, key.rpartition(".")[2], bare_key=".storage." in key))
+        for key, value in compared.items()
+    }
     return {**flat, "paceline's version": __version__, **more}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline.config import Config
+from paceline.config.secrets import Secret, masked
 from paceline.launch.run_folder import RunFolder
 from paceline.track.summary import Summary
 
@@ -58,7 +59,8 @@ def say_done(config: Config, run: RunFolder, source: str | None, *, resumed: boo
         again = f"paceline train {shlex.quote(source)}" if source else "paceline train"
         tell(f"  see the curves   {again} --set track.tensorboard=true")
     if config.track.mlflow is not None:
-        tell(f"                   mlflow ui --backend-store-uri {mlflow_uri(config, run)}")
+        store = masked(mlflow_uri(config, run))
+        tell(f"                   mlflow ui --backend-store-uri {store}")
     if source is None and not resumed:
         tell("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
 
@@ -113,4 +115,7 @@ def mlflow_uri(config: Config, run: RunFolder) -> str:
     """The MLflow store of a run: the config's, the environment's, or one beside the run folder."""
     assert config.track.mlflow is not None
     local = f"sqlite:///{run.path.absolute().parent / 'mlflow.db'}"
-    return config.track.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI") or local
+    uri = config.track.mlflow.uri
+    if uri is not None and uri.startswith("env:"):
+        return Secret(uri).reveal()
+    return uri or os.environ.get("MLFLOW_TRACKING_URI") or local

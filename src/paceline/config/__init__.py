@@ -24,6 +24,7 @@ from paceline.config.schema import (
     Track,
     Train,
 )
+from paceline.config.secrets import Secret
 from paceline.config.targets import import_target
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "Schedule",
+    "Secret",
     "Target",
     "Track",
     "Train",

@@ -19,6 +19,7 @@ from paceline.config.endpoints import endpoints
 from paceline.config.fields import node_range
 from paceline.config.resolving import most_nodes, nproc_of, on_gpu, world_of
 from paceline.config.schema import Config
+from paceline.config.secrets import Secret, references
 from paceline.config.sources import Path
 from paceline.config.targets import UNKNOWN, Callee, argument_problems, look_up
 from paceline.errors import ConfigError, LayoutError
@@ -55,6 +56,7 @@ def check(
         *(() if trying_wire else without_effect(config)),
         *_device(config, gpus),
         *_saving(config, callees),
+        *_credentials(config),
         *_demo_model(config),
     ]
     broken = [(path, ".".join(path)) for path in leaving_out]
@@ -292,6 +294,27 @@ def _saving(config: Config, callees: Mapping[str, Callee]) -> Problems:
                 f"track.{name}: {name} is not installed; pip install 'paceline[{name}]'",
             )
     yield from _run_dir(track.run_dir)
+
+
+def _credentials(config: Config) -> Problems:
+    """References to credentials that lead nowhere on this machine; what they lead to is let go."""
+    named: list[tuple[Path, str]] = [
+        *((("checkpoint", "storage"), found) for found in references(config.checkpoint.storage)),
+    ]
+    for section in ("model", "data", "optimizer", "loss"):
+        args = getattr(getattr(config, section), "args", {})
+        named += [((section, "args"), found) for found in references(args, everywhere=False)]
+    if config.data.val is not None:
+        found_in_val = references(config.data.val.args, everywhere=False)
+        named += [(("data", "val", "args"), found) for found in found_in_val]
+    uri = config.track.mlflow.uri if config.track.mlflow else None
+    if uri is not None and uri.startswith("env:"):
+        named.append((("track", "mlflow", "uri"), uri))
+    for path, reference in named:
+        try:
+            Secret(reference).reveal()
+        except ConfigError as error:
+            yield path, f"{'.'.join(path)}: {error}"
 
 
 def _run_dir(run_dir: str) -> Problems:

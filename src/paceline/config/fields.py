@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from paceline.config.secret_words import is_reference, looks_secret, masked
+from paceline.config.secrets import Secret, check_no_literals
 from paceline.layout import Layout
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -93,6 +95,8 @@ def _plain(value: Any, path: str = "") -> Any:
     """``value`` as YAML can hold it (tuples become lists), or an error that names the odd part."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Secret) and value.reference:
+        return value.reference
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, Mapping):
@@ -109,12 +113,55 @@ def _plain(value: Any, path: str = "") -> Any:
     )
 
 
+def _without_credentials(value: dict[str, Any]) -> dict[str, Any]:
+    check_no_literals(value)
+    return value
+
+
+def _storage(value: dict[str, Any]) -> dict[str, Any]:
+    check_no_literals(value, bare_key=True)
+    return value
+
+
+def _url(value: str) -> str:
+    if looks_secret(value):
+        raise ValueError(
+            f"holds a credential, {masked(value)!r}; a config is kept and shown, so take it out of "
+            "the URL"
+        )
+    return value
+
+
+def _tracking_uri(value: str) -> str:
+    if value.startswith("env:") and not is_reference(value):
+        Secret(value)  # says what is wrong with it
+    try:
+        return _url(value)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: write env:NAME, a variable that holds the whole URL; or leave uri out and "
+            "set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        ) from None
+
+
+def _checkpoint_url(value: str) -> str:
+    try:
+        return _url(value)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} and into checkpoint.storage, as env:NAME or file:/path"
+        ) from None
+
+
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 OptimizerName = Annotated[str, AfterValidator(_optimizer_name)]
 LayoutText = Annotated[str, AfterValidator(_layout)]
 Nodes = Annotated[int | str, AfterValidator(_nodes)]
 RunName = Annotated[str, AfterValidator(_name)]
-Args = Annotated[dict[str, Any], AfterValidator(_plain)]
+Args = Annotated[dict[str, Any], AfterValidator(_plain), AfterValidator(_without_credentials)]
+StorageOptions = Annotated[dict[str, Any], AfterValidator(_plain), AfterValidator(_storage)]
+CheckpointURL = Annotated[str, AfterValidator(_checkpoint_url)]
+TrackingURI = Annotated[str, AfterValidator(_tracking_uri)]
 Positive = Annotated[int, Field(ge=1)]
 
 

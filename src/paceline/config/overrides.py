@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paceline.config import yaml_file
+from paceline.config.secret_words import MASK, is_reference, masked, says_secret, shown
 from paceline.config.sources import Path, Sources
 from paceline.config.values import found
 from paceline.config.wire import spelled_out
@@ -24,7 +25,7 @@ def apply(
     result = copy.deepcopy(dict(data))
     problems: list[str] = []
     for override in overrides:
-        place = f"--set {override}"
+        place = f"--set {as_shown(override)}"
         try:
             path, value = parse(override)
             _put(result, path, spelled_out(path[0], value) if len(path) == 1 else value)
@@ -33,6 +34,25 @@ def apply(
             continue
         sources.add_override(path, place)
     return result, problems
+
+
+def as_shown(override: str) -> str:
+    """``override`` as it may be repeated: a credential in it is masked."""
+    key, equals, text = override.partition("=")
+    names = [part.strip() for part in key.split(".")]
+    in_storage = "storage" in names
+    if any(says_secret(name, bare_key=in_storage) for name in names[-1:]):
+        return f"{key}{equals}{MASK}" if not is_reference(text.strip()) else override
+    try:
+        value = yaml_file.read_value(text)
+    except ConfigError:
+        # Nobody knows what it holds.
+        return f"{key}{equals}{MASK}" if in_storage else masked(override)
+    if isinstance(value, str | int | float) and in_storage and len(names) < 3:
+        return f"{key}{equals}{MASK}"  # what stands for a whole mapping of options
+    if shown(value, names[-1], bare_key=in_storage) != value:
+        return f"{key}{equals}{masked(text) if isinstance(value, str) else MASK}"
+    return override
 
 
 def in_users_words(problems: Iterable[str], flags: Mapping[str, str]) -> list[str]:
@@ -55,7 +75,7 @@ def parse(override: str) -> tuple[Path, Any]:
     if not text.strip():
         raise ConfigError(f"no value after '='; write {key.strip()}=null to clear it")
     try:
-        return path, yaml_file.read_value(text)
+        return path, yaml_file.read_value(text, path)
     except ConfigError as error:
         raise ConfigError([problem.partition(": ")[2] for problem in error.problems]) from None
 

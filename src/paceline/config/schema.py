@@ -21,12 +21,15 @@ from paceline.config import demo
 from paceline.config.fields import (
     OPTIMIZERS,
     Args,
+    CheckpointURL,
     ImportPath,
     LayoutText,
     Nodes,
     OptimizerName,
     Positive,
     RunName,
+    StorageOptions,
+    TrackingURI,
     args_of_default,
 )
 from paceline.config.sections import Section
@@ -279,20 +282,22 @@ class Checkpoint(Section):
     on_failure: Literal["warn", "stop"] = Field(
         default="warn", description="What a save that fails does to the run."
     )
-    where: str | None = Field(
+    where: CheckpointURL | None = Field(
         default=None,
         min_length=1,
         description="A folder or a URL such as s3://bucket/run; null: checkpoints/ in the run's "
         "folder.",
     )
-    storage: dict[str, Any] = Field(
-        default_factory=dict, description="Options for that URL's file system, as fsspec takes."
+    storage: StorageOptions = Field(
+        default_factory=dict,
+        description="Options for that URL's file system, as fsspec takes; credentials as env:NAME "
+        "or file:/path.",
     )
     memory_every: Positive | None = Field(
         default=None,
         description="Keep a copy in memory that outlives a crash, every this many steps.",
     )
-    start_from: str | None = Field(
+    start_from: CheckpointURL | None = Field(
         default=None,
         min_length=1,
         description="Begin with the weights of this checkpoint, run or URL.",
@@ -378,10 +383,11 @@ class Hangs(Section):
 class Mlflow(Section):
     """Where MLflow keeps the run."""
 
-    uri: str | None = Field(
+    uri: TrackingURI | None = Field(
         default=None,
         min_length=1,
-        description="Tracking URI; null: MLFLOW_TRACKING_URI, else a sqlite file in track.run_dir.",
+        description="Tracking URI, or env:NAME for a variable that holds it; null: "
+        "MLFLOW_TRACKING_URI, else a sqlite file in track.run_dir.",
     )
     experiment: str = Field(default="paceline", min_length=1, description="Experiment name.")
 

@@ -86,7 +86,9 @@ def _explain_one(detail: ErrorDetails) -> tuple[Path, str]:
     hint = f"; did you mean {meant!r}?" if meant else ""
     if value is None and (section_of(info) or is_free(path)):
         hint = "; give it keys, or leave it out"
-    return path, f"{dotted} must be {_takes(path)}; got {found(value)}{hint}"
+    # What stands for a whole mapping of options may be a credential.
+    got = "a string" if path[-1] == "storage" and isinstance(value, str) else found(value)
+    return path, f"{dotted} must be {_takes(path)}; got {got}{hint}"
 
 
 def _takes(path: Path) -> str:

@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from paceline.config.keys import nearest
+from paceline.config.secret_words import masked
+from paceline.config.secrets import Secret
 
 _SAME_VALUE = {
     "float32": "fp32",
@@ -98,6 +100,8 @@ def _kind(kind: Any, limits: list[Any]) -> str:
     if kind is str:
         filled = any(getattr(limit, "min_length", None) for limit in limits)
         return "a non-empty string" if filled else "a string"
+    if kind is Secret:
+        return "a reference to a credential, env:NAME or file:/path"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return f"a mapping with keys among {', '.join(kind.model_fields)}"
     return "a mapping"
@@ -121,5 +125,5 @@ def _range(limits: list[Any]) -> str:
 
 
 def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
+    text = masked(repr(value))
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from paceline.config.secret_words import MASK, says_secret
 from paceline.config.sources import Path
 from paceline.errors import ConfigError
 
@@ -56,15 +57,17 @@ for _tag, _pattern, _first in _RESOLVERS:
         )
 
 
-def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
+def read(text: str, name: str, at: Path = ()) -> tuple[Any, dict[Path, int]]:
     """The data in ``text`` and the line (from 1) of every key; ``name`` is the file in messages.
+
+    ``at`` is the key that all of it stands at.
 
     Raises :class:`ConfigError` for a syntax error, a key given twice or a tag.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
         reader = _Reader(name)
-        data = reader.value(node, ()) if node is not None else None
+        data = reader.value(node, at) if node is not None else None
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_message(error, name)) from None
     except yaml.reader.ReaderError as error:
@@ -79,9 +82,9 @@ def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
     return data, reader.lines
 
 
-def read_value(text: str) -> Any:
-    """The value in one override, like ``[0.9, 0.95]``; raises :class:`ConfigError`."""
-    return read(text, "")[0]
+def read_value(text: str, at: Path = ()) -> Any:
+    """The value in an override of key ``at``, like ``[0.9, 0.95]``; raises :class:`ConfigError`."""
+    return read(text, "", at)[0]
 
 
 def write(data: Any) -> str:
@@ -115,7 +118,7 @@ class _Reader:
     def value(self, node: yaml.Node, path: Path) -> Any:
         """The data of ``node``, which stands at ``path``."""
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node)
+            return self._scalar(node, path)
         if any(node is outer for outer in self._open):
             self._problem(node, "an alias (*) stands inside what it names")
             return None
@@ -167,7 +170,7 @@ class _Reader:
                 self._problem(part, "'<<' takes a mapping, like '<<: *name'")
         return result
 
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
+    def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
         make = _SCALARS.get(node.tag.removeprefix(_TAG))
         if make is None:
             self._tag_problem(node)
@@ -176,7 +179,9 @@ class _Reader:
             return make(node.value)
         except ValueError:
             kind = node.tag.removeprefix(_TAG)
-            self._problem(node, f"{node.value!r} is not a value of type !!{kind}")
+            is_secret = any(says_secret(name, bare_key=True) for name in path)
+            written = MASK if is_secret else repr(node.value)
+            self._problem(node, f"{written} is not a value of type !!{kind}")
             return None
 
     def _tag_problem(self, node: yaml.Node) -> None:

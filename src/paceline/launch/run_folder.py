@@ -69,8 +69,11 @@ class RunFolder:
             number = 1
             while (earlier := self.path / f"config-{number}.yaml").exists():
                 number += 1
+            self.config.chmod(0o600)  # one that an earlier version wrote
             os.link(self.config, earlier)
         part = self.path / ".config.yaml.part"
+        part.unlink(missing_ok=True)
+        part.touch(0o600)  # the owner's alone: it says where credentials are, and much besides
         part.write_text(text, encoding="utf-8")
         part.replace(self.config)
 

@@ -50,10 +50,11 @@ class MLflow(Recorder):
         if importlib.util.find_spec("mlflow") is None:
             raise MissingExtra("MLflow", "mlflow")
         self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        self._shown_uri = _as_shown("uri", self._uri)
         self._experiment = experiment
         self._run_name = run_name
         self._state = None if run_dir is None else Path(run_dir) / STATE_FILE
-        self._params = dict(params or {})
+        self._params = {key: _as_shown(key, value) for key, value in (params or {}).items()}
         self._session: _Session | None = None
         self._ended = "KILLED"
 
@@ -102,7 +103,7 @@ class MLflow(Recorder):
         if self._state is None or not self._state.exists():
             return None
         state = json.loads(self._state.read_text())
-        if state["uri"] != self._uri:
+        if state["uri"] != self._shown_uri:
             return None  # the user has moved to another store: a new run there
         client.update_run(state["run_id"], status="RUNNING")
         return client.get_run(state["run_id"])
@@ -110,7 +111,8 @@ class MLflow(Recorder):
     def _remember(self, run_id: str) -> None:
         if self._state is not None:
             self._state.parent.mkdir(parents=True, exist_ok=True)
-            self._state.write_text(json.dumps({"uri": self._uri, "run_id": run_id}))
+            self._state.touch(0o600)
+            self._state.write_text(json.dumps({"uri": self._shown_uri, "run_id": run_id}))
 
 
 class _Session:
@@ -156,6 +158,14 @@ class _Session:
             )
             self._last_step[key] = max((point.step for point in history), default=-1)
         return self._last_step[key]
+
+
+def _as_shown(key: str, value: Any) -> Any:
+    """A parameter as all who open MLflow may see it."""
+    from paceline.config.secret_words import shown
+
+    *above, name = key.split(".")
+    return shown(value, name, bare_key="storage" in above)
 
 
 def _facts(event: RunStarted) -> dict[str, Any]:

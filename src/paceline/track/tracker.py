@@ -86,9 +86,11 @@ class Recorder(ABC):
                 self.record(events)
             self.finish()
         except Exception as error:
+            from paceline.config.secret_words import masked
+
             self._broken = True
             self.on_trouble(
-                f"{self.name} stopped recording ({type(error).__name__}: {error}). "
+                f"{self.name} stopped recording ({type(error).__name__}: {masked(str(error))}). "
                 "The run goes on without it."
             )
 

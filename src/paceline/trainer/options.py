@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paceline.errors import TrainingError
@@ -56,7 +56,8 @@ class Checkpointing:
         on_failure: what a save that fails does to the run: ``warn`` or ``stop``. The last save of
             a run raises either way.
         where: a folder or a URL such as ``s3://bucket/run``; ``run_dir/checkpoints`` by default.
-        storage: options for that URL's file system, as fsspec takes them.
+        storage: options for that URL's file system, as fsspec takes them. A credential is better
+            named than given: ``env:NAME``, ``file:/path``, or a ``paceline.config.Secret``.
         memory_every: every so many steps, keep a copy of the state in memory that outlives a
             crash of the process (and, with several nodes, of a node).
         start_from: begin a new run with the weights of this checkpoint, run or URL.
@@ -74,7 +75,7 @@ class Checkpointing:
     asynchronous: bool = True
     on_failure: str = "warn"
     where: str | None = None
-    storage: Mapping[str, Any] | None = None
+    storage: Mapping[str, Any] | None = field(default=None, repr=False)  # may hold credentials
     memory_every: int | None = None
     start_from: str | None = None
 

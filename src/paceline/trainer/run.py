@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.config import Config, Target, import_target, learning_rate, load, lr_factor
+from paceline.config.secrets import revealed
 from paceline.data import steps_per_epoch
 from paceline.data.text import ByteText, unigram_loss
 from paceline.engine import EngineOptions
@@ -139,7 +140,7 @@ def engine_options(config: Config, train: Any, layout: Layout | None = None) -> 
 
 def make_model(config: Config) -> nn.Module:
     """The model that ``config`` names, on the CPU."""
-    model = import_target(config.model.target)(**config.model.args)
+    model = import_target(config.model.target)(**_arguments(config.model.args))
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model.target {config.model.target!r} made a {type(model).__name__}, not a "
@@ -150,10 +151,10 @@ def make_model(config: Config) -> nn.Module:
 
 def make_datasets(config: Config) -> tuple[Any, Any]:
     """The training and the validation dataset; the latter may be ``None``."""
-    made = import_target(config.data.target)(**config.data.args)
+    made = import_target(config.data.target)(**_arguments(config.data.args))
     train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if config.data.val is not None:
-        val = import_target(config.data.val.target)(**config.data.val.args)
+        val = import_target(config.data.val.target)(**_arguments(config.data.val.args))
     return train, val
 
 
@@ -161,18 +162,23 @@ def make_loss(target: Target) -> LossFunction:
     """A class makes the loss; a function is the loss, with its arguments filled in."""
     found: Callable[..., Any] = import_target(target.target)
     if inspect.isclass(found):
-        return cast(LossFunction, found(**target.args))
-    return functools.partial(found, **target.args) if target.args else found
+        return cast(LossFunction, found(**_arguments(target.args)))
+    return functools.partial(found, **_arguments(target.args)) if target.args else found
 
 
 def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
     """The optimizer over the trainable parameters of ``model``, at the scaled rate."""
     section = config.optimizer
-    arguments = {"lr": learning_rate(config), **section.args}
+    arguments = {"lr": learning_rate(config), **_arguments(section.args)}
     if section.weight_decay is not None:
         arguments["weight_decay"] = section.weight_decay
     trainable = [p for p in model.parameters() if p.requires_grad]
     return import_target(section.target)(trainable, **arguments)
+
+
+def _arguments(args: dict[str, Any]) -> dict[str, Any]:
+    """``args`` with the credentials that they refer to, which no other process gets to see."""
+    return cast(dict[str, Any], revealed(args, everywhere=False))
 
 
 def make_schedule(config: Config, train: Any) -> Callable[[int], float]:

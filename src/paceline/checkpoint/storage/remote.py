@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from paceline.checkpoint.storage.local import ReadableFile, Storage
+from paceline.config.secrets import Secret, masked, references, revealed, secret_values, without
 from paceline.errors import CheckpointError, MissingExtra, StorageError
 
 _PART = 64 * 1024 * 1024  # a store takes at most 10,000 parts: this allows files of 640 GB
@@ -25,26 +27,31 @@ class FsspecStorage(Storage):
     read_span = 16 * 1024 * 1024
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
-        self.where = url.rstrip("/")
+        self._url = url.rstrip("/")
+        self.where = masked(self._url)
         self.options = dict(options or {})
+        opened_with = revealed(self.options)  # here, in the process that needs them, and not sooner
+        self._secrets = secret_values(opened_with) | {
+            Secret(reference).reveal() for reference in references(self.options)
+        }
         protocol = url.partition(":")[0]
         self._has_folders = protocol not in _WITHOUT_FOLDERS
         try:
-            self.fs, root = fsspec.url_to_fs(self.where, **self.options)
+            self.fs, root = fsspec.url_to_fs(self._url, **opened_with)
         except ImportError as error:
             if protocol in ("s3", "s3a"):
                 raise MissingExtra(f"s3fs, which {self.where} needs,", "s3") from error
             raise CheckpointError(f"cannot open {self.where}: {error}") from error
         except ValueError as error:
             raise CheckpointError(
-                f"cannot open {self.where}: {error}. Give a path, or a URL that fsspec knows, such "
-                "as s3://bucket/folder."
-            ) from error
+                f"cannot open {self.where}: {self.told(error)}. Give a path, or a URL that fsspec "
+                "knows, such as s3://bucket/folder."
+            ) from self.cause(error)
         except TypeError as error:
             raise CheckpointError(
                 f"cannot open {self.where} with the storage options "
-                f"{', '.join(sorted(self.options)) or 'given'}: {error}."
-            ) from error
+                f"{', '.join(sorted(self.options)) or 'given'}: {self.told(error)}."
+            ) from self.cause(error)
         self.root = root.rstrip("/")
 
     def names(self, folder: str = "") -> list[str]:
@@ -162,9 +169,18 @@ class FsspecStorage(Storage):
         except Exception as error:  # stores raise their client library's own kinds
             untouched = "Earlier checkpoints are untouched. " if verb == "write" else ""
             raise StorageError(
-                f"cannot {verb} {self.full(path)}: {type(error).__name__}: {error}. {untouched}"
-                "Check the URL, the storage options, the credentials and the network."
-            ) from error
+                f"cannot {verb} {self.full(path)}: {type(error).__name__}: {self.told(error)}. "
+                f"{untouched}Check the URL, the storage options, the credentials and the network."
+            ) from self.cause(error)
+
+    def told(self, error: BaseException) -> str:
+        """What ``error`` says, without the credentials that client libraries repeat."""
+        return without(str(error), self._secrets)
+
+    def cause(self, error: BaseException) -> BaseException | None:
+        """``error`` to chain to, unless its traceback would tell a credential."""
+        text = "".join(traceback.format_exception(error))
+        return error if without(text, self._secrets) == text else None
 
 
 class _RemoteFile(ReadableFile):
