@@ -484,7 +484,7 @@ WRONG = {
     "not a module": (
         TrainingError,
         lambda: paceline.Engine(print, optimizer=from_parameters),
-        "model must be a torch.nn.Module, not builtin_function_or_method.",
+        "model=<built-in function print> must be a torch.nn.Module. Build the model first and pass it.",
     ),
     "nothing to train": (
         TrainingError,
@@ -499,7 +499,7 @@ WRONG = {
     "clip": (
         TrainingError,
         lambda: paceline.Engine(linear(), optimizer=from_parameters, clip_norm=-1.0),
-        "clip_norm=-1.0 must be greater than 0, or None for no clipping.",
+        "clip_norm=-1.0 must be a number greater than 0, or None for no clipping.",
     ),
     "policy": (
         TrainingError,

@@ -95,7 +95,7 @@ def test_loader_state_continues_where_it_stopped() -> None:
 
 def test_wrong_calls() -> None:
     model, optimizer, data = parts()
-    with pytest.raises(TrainingError, match=r"model must be a torch.nn.Module, not list"):
+    with pytest.raises(TrainingError, match=r"model=\[\] must be a torch.nn.Module"):
         paceline.prepare([], optimizer)
     with pytest.raises(DataError, match=r"loader must come from paceline.loader\(...\) or be"):
         paceline.prepare(model, optimizer, data)

@@ -390,7 +390,7 @@ WRONG = {
     "steps": (lambda: trainer().fit(dataset(), steps=0), TrainingError,
         "fit(steps=0): steps must be a whole number, 1 or more."),
     "nproc": (lambda: trainer().fit(dataset(), steps=1, nproc=0), LaunchError,
-        "fit(nproc=0): nproc must be a whole number, 1 or more."),
+        "nproc=0 must be a whole number, 1 or more."),
     "resume from nowhere": (lambda: trainer().fit(dataset(), steps=1, resume=True), TrainingError,
         "fit(resume=True) needs a run_dir to resume from."),
     "metric name": (lambda: trainer(metrics={"loss": accuracy}), TrainingError,

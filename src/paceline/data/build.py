@@ -76,6 +76,10 @@ def loader(
     if global_batch is None:
         raise DataError("global_batch is missing: say how many samples one step takes, like 64.")
     whole_number("global_batch", global_batch, 1, "number of samples a step takes over all ranks")
+    if collate_fn is not None and not callable(collate_fn):
+        raise DataError(
+            f"collate_fn={collate_fn!r} must be a function that makes a batch of a list of samples."
+        )
     workers = _check_workers(0 if workers is None else workers)
     seed = _check_seed(seed)
     streamed = _is_stream(dataset)

@@ -21,27 +21,14 @@ _NAMES_TOLD = 5
 
 
 def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Refuse a model without anything to train, and options outside their range."""
-    if not isinstance(model, nn.Module):
-        raise TrainingError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    """Refuse a model without anything to train, and options that do not suit it."""
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainingError(
             f"{type(model).__name__} has no parameter that requires a gradient: nothing to train."
         )
-    microbatch = options["microbatch"]
-    if microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1):
-        raise TrainingError(
-            f"microbatch={microbatch!r} must be a whole number of samples, 1 or more."
-        )
     if (sparse := sparse_embedding(model)) is not None:
         _check_rows_can_travel(sparse, options)
     check_rules_match(model, options["compress"])
-    for name in ("clip_norm", "clip_value"):
-        bound = options[name]
-        if bound is not None and not bound > 0:
-            raise TrainingError(
-                f"{name}={bound!r} must be greater than 0, or None for no clipping."
-            )
     if options["nonfinite"] not in ("stop", "skip", "ignore"):
         raise TrainingError(
             f"nonfinite={options['nonfinite']!r} must be 'stop', 'skip' or 'ignore'."
@@ -166,7 +153,7 @@ def check_schedule(schedule: Any, optimizer: Optimizer) -> None:
                 f"the schedule ({type(schedule).__name__}) belongs to another optimizer, so it "
                 "would change nothing here. Make it from the optimizer that you pass."
             )
-    elif schedule is not None and not callable(schedule):
+    elif schedule is not None and (not callable(schedule) or isinstance(schedule, type)):
         raise TrainingError(
             f"schedule={schedule!r} must be a function from the step to a factor on the learning "
             "rate, or one of torch's schedulers."

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.engine import nonfinite, peers
 from paceline.engine.alone import step_alone
+from paceline.engine.arguments import check_arguments
 from paceline.engine.batch import move, placeholder
 from paceline.engine.checks import (
     check_loss_parameters,
@@ -114,6 +115,7 @@ class Engine:
     ) -> None:
         check_option_names(options)
         self.options = EngineOptions(**{**DEFAULTS, **options})
+        check_arguments(model, loss, optimizer, self.options, world)
         check_model_and_options(model, self.options)
         self._notes = rules_on_frozen(model, self.options["compress"])
         self.world = world if world is not None else World.current()
@@ -477,6 +479,11 @@ class Engine:
         schedule = self.options["schedule"]
         if schedule is not None and not isinstance(schedule, LRScheduler):
             factor = schedule(self.steps_done)
+            if not isinstance(factor, int | float):
+                raise TrainingError(
+                    f"the schedule gave {factor!r} at step {self.steps_done}: it must return a "
+                    "number, the factor on the learning rate."
+                )
             for group in self.optimizer.param_groups[len(self._base_lrs) :]:  # added since
                 self._base_lrs.append(group.setdefault("initial_lr", group["lr"]))
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.engine.arguments import check_call
 from paceline.engine.batch import batch_size
 from paceline.errors import DataError, LossError
 from paceline.parallel.device_moves import device_of, moved
@@ -119,12 +120,21 @@ def call_model(model: nn.Module, batch: Any, *, all_keys: bool) -> Any:
     computes its own loss, otherwise all but the last, which is the target. Anything else is the
     one argument.
     """
+    arguments: list[Any] = []
+    named: dict[str, Any] = {}
     if isinstance(batch, Mapping):
         names = None if all_keys else _forward_names(model)
-        return model(**{k: v for k, v in batch.items() if names is None or k in names})
-    if isinstance(batch, tuple | list):
-        return model(*(batch if all_keys or len(batch) == 1 else batch[:-1]))
-    return model(batch)
+        named = {k: v for k, v in batch.items() if names is None or k in names}
+    elif isinstance(batch, tuple | list):
+        arguments = list(batch if all_keys or len(batch) == 1 else batch[:-1])
+    else:
+        arguments = [batch]
+    try:
+        return model(*arguments, **named)
+    except TypeError:
+        # Looked at only now, so that a step pays nothing for it.
+        check_call(model.forward, arguments, named)
+        raise
 
 
 def target_of(batch: Any) -> Any:
@@ -135,6 +145,11 @@ def target_of(batch: Any) -> Any:
 def own_loss(output: Any) -> Any:
     """The loss in the output of a model that computes its own."""
     if isinstance(output, Tensor):
+        if output.numel() != 1:
+            raise LossError(
+                f"no loss function was given, so the model's output is taken for the loss, and it "
+                f"has shape {tuple(output.shape)}. Pass loss=, or return one number from the model."
+            )
         return output
     if isinstance(output, tuple) and not hasattr(output, "_fields"):
         if len(output) == 2 and _is_number(output[1]):

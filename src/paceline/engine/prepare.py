@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.data import Loader, Share, from_dataloader
+from paceline.engine.arguments import check_model
 from paceline.engine.batch import batch_size, move, placeholder
 from paceline.engine.checks import check_optimizer
 from paceline.engine.repoint import Groups, Held
-from paceline.errors import DataError, TrainingError
+from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.parallel.compose import Ways, check_layout, shard_root, spread
 from paceline.parallel.replicate import sync_buffers
@@ -51,8 +52,7 @@ def prepare(
 
     Clipping, precision and loss averaging stay yours: :class:`paceline.Engine` does them for you.
     """
-    if not isinstance(model, nn.Module):
-        raise TrainingError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    check_model(model)
     world = World.current()
     layout = Layout.parse(layout, world_size=world.size)
     layout.check_world(world.size)

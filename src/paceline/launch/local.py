@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import LaunchError, PacelineError, RankFailed
 from paceline.events import EventLog
 from paceline.launch import guard, logs
+from paceline.launch.capacity import check_nproc
 from paceline.launch.environment import COLLECTIVES_REMEMBERED, FLIGHT_RECORDER
 from paceline.launch.policy import Limits
 
@@ -94,8 +95,7 @@ class LocalJob:
     overseer: Callable[[], Overseer] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.nproc, int) or isinstance(self.nproc, bool) or self.nproc < 1:
-            raise LaunchError(f"nproc={self.nproc!r} must be a whole number, 1 or more.")
+        check_nproc(self.nproc)
         if self.grace < 0:
             raise LaunchError(f"grace={self.grace} must be 0 seconds or more.")
 

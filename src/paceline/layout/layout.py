@@ -59,6 +59,10 @@ class Layout:
         """
         if isinstance(text, Layout):
             return text
+        if not isinstance(text, str) or not text.strip():
+            raise LayoutError(
+                f"layout {text!r} must be text such as 'dp=4,tp=2', or 'auto' for the whole world."
+            )
         degrees = read_degrees(text)
         if "dp" not in degrees and world_size is not None:
             rest = 1

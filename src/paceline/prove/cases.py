@@ -190,6 +190,8 @@ def parse_cases(
     """
     if isinstance(layouts, str | Layout | Case):
         layouts = [layouts]
+    if not isinstance(layouts, Sequence):
+        raise ConfigError(f"layouts={layouts!r} must be a list of layouts, like ['dp=2', 'tp=2']")
     if not layouts:
         raise ConfigError("no layout to verify: give at least one, like 'dp=2'")
     cases: list[Case] = []

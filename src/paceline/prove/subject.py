@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from paceline.config import Config
 from paceline.data import Loader, from_dataloader, loader
+from paceline.engine.arguments import check_loss, check_optimizer_kind
 from paceline.engine.loss import LossFunction
 from paceline.engine.options import EngineOptions, OptimizerFactory
 from paceline.errors import DataError, TrainingError
@@ -90,6 +91,8 @@ def given(
     options: EngineOptions,
 ) -> bytes:
     """The payload of what a caller of :func:`paceline.verify` passed."""
+    check_loss(loss)
+    check_optimizer_kind(optimizer)
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise TrainingError(

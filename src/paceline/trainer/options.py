@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from paceline.engine.arguments import check_switches
 from paceline.errors import TrainingError
 from paceline.trainer.callbacks import sign_of
 
@@ -22,6 +24,18 @@ class DataOptions:
     drop_last: bool = False
     pin_memory: bool | None = None
     collate_fn: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("DataOptions", "workers", 0 if self.workers is None else self.workers, least=0)
+        check_switches("DataOptions: ", drop_last=self.drop_last)
+        for name in ("shuffle", "pin_memory"):
+            if (value := getattr(self, name)) is not None:
+                check_switches("DataOptions: ", **{name: value})
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise TrainingError(
+                f"DataOptions: collate_fn={self.collate_fn!r} must be a function that makes a "
+                "batch of a list of samples."
+            )
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,21 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         _at_least_one(self, "every", "keep", "keep_best", "keep_every", "memory_every")
+        check_switches(
+            "Checkpointing: ",
+            at_end=self.at_end,
+            every_epoch=self.every_epoch,
+            asynchronous=self.asynchronous,
+        )
         sign_of(self.mode)
+        for name in ("where", "start_from"):
+            place = getattr(self, name)
+            if place is not None and (not isinstance(place, str | os.PathLike) or not str(place)):
+                raise TrainingError(f"Checkpointing: {name}={place!r} must be a folder or a URL.")
+        if self.storage is not None and not isinstance(self.storage, Mapping):
+            raise TrainingError(
+                f"Checkpointing: storage={self.storage!r} must be a dict of fsspec's options."
+            )
         minutes = self.every_minutes
         if minutes is not None and not (_is_number(minutes) and minutes > 0):
             raise TrainingError(f"Checkpointing: every_minutes={minutes!r} must be above 0.")
@@ -100,7 +128,9 @@ def _at_least_one(options: Any, *names: str) -> None:
         check_count(type(options).__name__, name, getattr(options, name))
 
 
-def check_count(whose: str, name: str, value: Any) -> None:
-    """Refuse anything but ``None`` and a whole number from 1 up."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise TrainingError(f"{whose}: {name}={value!r} must be a whole number, 1 or more.")
+def check_count(whose: str, name: str, value: Any, least: int = 1) -> None:
+    """Refuse anything but ``None`` and a whole number from ``least`` up."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise TrainingError(f"{whose}: {name}={value!r} must be a whole number, {least} or more.")

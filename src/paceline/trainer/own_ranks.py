@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from paceline.diagnose.hangs.oversee import HangOverseer, to_stderr
-from paceline.errors import LaunchError
 from paceline.events import FILE_NAME
 from paceline.launch import local
 from paceline.launch.policy import Limits
@@ -34,8 +33,6 @@ def fit(
     limits: Limits,
 ) -> History:
     """Train on ``nproc`` new ranks; the caller's model and optimizer end up as theirs."""
-    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
-        raise LaunchError(f"fit(nproc={nproc!r}): nproc must be a whole number, 1 or more.")
     trackers = [*trainer.trackers, *([Progress()] if trainer.progress else [])]
     with tempfile.TemporaryDirectory(prefix="paceline-events-") as temporary:
         # The ranks write events; the trackers read them here, where the terminal is.

@@ -102,7 +102,7 @@ class Checkpoints:
     ) -> None:
         self.engine, self.options = engine, options
         self._world = engine.world
-        self._stateful = {OBJECTS + name: o for name, o in _checked(objects or {}).items()}
+        self._stateful = {OBJECTS + name: o for name, o in checked_objects(objects or {}).items()}
         if loader is not None:
             self._stateful[_LOADER] = loader
         self._report = report or self._warn
@@ -403,12 +403,17 @@ def _is_apart(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) or is_large(tensor)
 
 
-def _checked(objects: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+def checked_objects(objects: Any) -> Mapping[str, Stateful]:
+    """``objects``, once everything in it is known to have a name and a state."""
+    if not isinstance(objects, Mapping):
+        raise TrainingError(
+            f"objects must be a dict from name to object, not a {type(objects).__name__}."
+        )
     for name, saved in objects.items():
         if not isinstance(name, str) or not name or "/" in name:
             raise TrainingError(f"objects: {name!r} must be a name without a slash.")
         for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(saved, method, None)):
+            if isinstance(saved, type) or not callable(getattr(saved, method, None)):
                 raise TrainingError(
                     f"objects: {name!r} is a {type(saved).__name__} without {method}(), so it "
                     "cannot be saved."

@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader
 from paceline.checkpoint.folder import Folder
 from paceline.data import Loader, from_dataloader, loader
 from paceline.engine import Engine, EngineOptions
+from paceline.engine.arguments import check_arguments, check_switches
 from paceline.engine.checks import check_rules_match
 from paceline.engine.loss import LossFunction
 from paceline.engine.options import DEFAULTS, OptimizerFactory, check_option_names, ways_of
 from paceline.errors import CheckpointError, DataError, TrainingError
 from paceline.events import FILE_NAME, Note
+from paceline.launch.capacity import check_nproc
 from paceline.launch.environment import read_environment
 from paceline.launch.policy import Limits
 from paceline.layout import Layout
@@ -33,7 +35,7 @@ from paceline.trainer.loop import Loop
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation, check_count
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.restoring import load_weights
-from paceline.trainer.saving import Checkpoints, Stateful
+from paceline.trainer.saving import Checkpoints, Stateful, checked_objects
 from paceline.trainer.stopping import STOP, StopRequests
 from paceline.world import World
 
@@ -88,7 +90,11 @@ class Trainer:
     ) -> None:
         own = inspect.signature(Trainer).parameters.keys() - {"engine"}
         check_option_names(engine, "Trainer", own)
+        check_arguments(model, loss, optimizer, engine)
         _check_kinds(callbacks, metrics or {}, data, evaluation, checkpoint)
+        check_switches("", progress=progress, measure_memory=measure_memory)
+        _check_trackers(trackers)
+        _check_run_dir(run_dir)
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.global_batch = global_batch
         # Absolute: a run stays in its folder when the program changes directory.
@@ -106,7 +112,7 @@ class Trainer:
         self.measure_memory = measure_memory
         check_count("Trainer", "split_every", split_every)
         self.split_every = split_every
-        self.objects = dict(objects or {})
+        self.objects = dict(checked_objects({} if objects is None else objects))
         self.engine_options = engine
         # Where this rank writes events; fit(nproc=…) sets it where there is no run_dir.
         self.events_dir = self.run_dir
@@ -165,9 +171,11 @@ class Trainer:
         _check_length(epochs, steps)
         self._check_folder(resume)
         self._check_uses_of_val(val)
+        if max_restarts is not None:
+            check_count("fit", "max_restarts", max_restarts, least=0)
         if nproc is not None and read_environment() is None:
-            if isinstance(nproc, int) and nproc > 0:
-                self._check_layout(nproc)
+            check_nproc(nproc)
+            self._check_layout(nproc)
             if nproc == 1:
                 return self._fit(train, val, epochs, steps, resume)
             if max_restarts is None:
@@ -383,6 +391,8 @@ def _check_kinds(
             f"metrics must be a dict from name to function, not a {type(metrics).__name__}."
         )
     for name, metric in metrics.items():
+        if not isinstance(name, str):
+            raise TrainingError(f"metrics: the name {name!r} must be text.")
         if not callable(metric) and not isinstance(metric, WholeSet):
             raise TrainingError(f"metrics: {name!r} must be a function, not {metric!r}.")
     kinds = {"data": DataOptions, "evaluation": Evaluation, "checkpoint": Checkpointing}
@@ -391,6 +401,24 @@ def _check_kinds(
             raise TrainingError(
                 f"{name}={section!r} must be made with paceline.{kind.__name__}(...)."
             )
+
+
+def _check_trackers(trackers: Any) -> None:
+    can = isinstance(trackers, Sequence) and not isinstance(trackers, str)
+    if not can or any(isinstance(t, type) or not hasattr(t, "handle") for t in trackers):
+        raise TrainingError(
+            f"trackers={trackers!r} must be a list of trackers, such as "
+            "[paceline.track.TensorBoard(folder)]."
+        )
+
+
+def _check_run_dir(run_dir: Any) -> None:
+    if run_dir is None:
+        return
+    if not isinstance(run_dir, str | os.PathLike) or not str(run_dir):
+        raise TrainingError(
+            f"run_dir={run_dir!r} must be a folder's path, or None to keep nothing on disk."
+        )
 
 
 def _check_writable(folder: Path) -> None:
