@@ -30,15 +30,17 @@ def sum_gradients(
     local = {stage: _gradient(name, parameter) for stage, parameter in copies.items()}
     example = next(iter(local.values()))
     gradients = dict(local)
-    works: list[Any] = []
+    exchange: list[dist.P2POp] = []
     for stage in holders:
         if rank_of[stage] != own:
             gradients[stage] = torch.empty_like(example)
-            works.append(dist.irecv(gradients[stage], group=group, group_src=rank_of[stage]))
+            exchange.append(_op(dist.irecv, gradients[stage], rank_of[stage], group))
     others = dict.fromkeys(rank_of[stage] for stage in holders if rank_of[stage] != own)
     mine = [local[stage] for stage in holders if rank_of[stage] == own]
-    works += [dist.isend(tensor, group=group, group_dst=r) for tensor in mine for r in others]
-    for work in works:
+    exchange += [_op(dist.isend, tensor, rank, group) for tensor in mine for rank in others]
+    # In one batch: NCCL runs single messages in the order in which they were begun, so two ranks
+    # that both receive first would wait for each other for good.
+    for work in dist.batch_isend_irecv(exchange) if exchange else ():
         work.wait()
     total = gradients[holders[0]].clone()
     for stage in holders[1:]:
@@ -62,6 +64,10 @@ def copy_values(copies: Copies, holders: Sequence[int], rank_of: Sequence[int], 
         dist.recv(values, group=group, group_src=rank_of[first])
     for parameter in copies.values():
         _local(parameter).copy_(values)
+
+
+def _op(operation: Any, tensor: Tensor, rank: int, group: Any) -> dist.P2POp:
+    return dist.P2POp(operation, tensor, group=group, group_peer=rank)
 
 
 def looks(parameter: nn.Parameter) -> str:
