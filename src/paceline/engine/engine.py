@@ -47,6 +47,13 @@ from paceline.engine.reducing import Reducing
 from paceline.engine.repoint import Groups
 from paceline.engine.result import Numbers, StepResult
 from paceline.engine.split import Clock
+from paceline.engine.starting import (
+    check_copies_are_equal,
+    check_initial_weights,
+    make_values,
+    start_from_one_model,
+    start_from_one_optimizer,
+)
 from paceline.engine.state import State
 from paceline.engine.traffic import Traffic, traffic
 from paceline.engine.wiring import Wiring
@@ -54,12 +61,22 @@ from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.compose import check_layout, needs_sample, spread
-from paceline.parallel.meta import materialise
+from paceline.parallel.meta import is_on_meta
 from paceline.parallel.offload import offload_state
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.spread import Spread
 from paceline.parallel.term import Term
 from paceline.world import World, collectives
+
+# Ranks with different ones would not compute one step; most others would not even meet.
+_SAME_ON_ALL_RANKS = (
+    "precision",
+    "clip_norm",
+    "clip_value",
+    "nonfinite",
+    "sync_batchnorm",
+    "initial_weights",
+)
 
 
 class Engine:
@@ -101,6 +118,8 @@ class Engine:
         reduction: how gradients are summed over the ranks, where not by default: a
             :class:`paceline.Reduction`.
         init: called with each module of a model from the meta device, to give it values.
+        initial_weights: ``"rank0"``: all ranks start from the parameters and buffers that rank 0
+            has built; ``"own"``: every rank keeps what it has built, and nothing is sent.
         world: the world to train in; by default the one this process was launched into.
     """
 
@@ -117,6 +136,7 @@ class Engine:
         self.options = EngineOptions(**{**DEFAULTS, **options})
         check_arguments(model, loss, optimizer, self.options, world)
         check_model_and_options(model, self.options)
+        check_initial_weights(self.options["initial_weights"])
         self._notes = rules_on_frozen(model, self.options["compress"])
         self.world = world if world is not None else World.current()
         self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)
@@ -149,7 +169,14 @@ class Engine:
         self.model = model
         self._local = LossModule(model, loss, self.options["forward"], self.options["count"])
         check_loss_parameters(self._local)
-        self._on_meta = any(p.is_meta for p in model.parameters())
+        self._notes += start_from_one_model(
+            self._local,
+            self.world,
+            initial_weights=self.options["initial_weights"],
+            settings={"layout": str(self.layout)}
+            | {name: self.options[name] for name in _SAME_ON_ALL_RANKS},
+        )
+        self._on_meta = is_on_meta(model)
         self._is_mapped = self.options["device_map"] is not None
         if not self._on_meta and not self.layout.zero and not self._is_mapped:
             self._local.to(self.device)  # sharding and device maps move what they keep there
@@ -162,6 +189,7 @@ class Engine:
         check_optimizer(optimizer, model)
         self.optimizer = optimizer
         check_schedule(self.options["schedule"], self.optimizer)
+        start_from_one_optimizer(optimizer, model, self.world)
         self._groups = Groups(optimizer, model)
         self._state = State(self)
         self.parts = Parts(self)
@@ -210,6 +238,8 @@ class Engine:
             self._groups.repoint(self.optimizer, self.spread.held)
             self._parameters = [p for own in self.spread.held.values() for p in own]
             self._trainable = [p.requires_grad for p in self._parameters]
+        if self.options["initial_weights"] == "own":
+            check_copies_are_equal(self.spread.held, self.model, self.world)
         if self._ways.sharding.offload == "optimizer":
             offload_state(self.optimizer)
         if self.layout.tp > 1:
@@ -224,10 +254,10 @@ class Engine:
             self.after_spreading = None
 
     def _materialise(self, root: nn.Module) -> None:
-        """Give the model, or a stage of it, its values: those of one process on every layout."""
-        seed = collectives.broadcast_object(torch.initial_seed())
+        """Give the model, or a stage of it, its values: those of rank 0 on every layout."""
         init = self.options["init"] or getattr(self.model, "_init_weights", None)
-        materialise(root, seed=seed, device=self.device, init=init)
+        initial_weights = self.options["initial_weights"]
+        make_values(root, self.layout, self.world, init, initial_weights=initial_weights)
 
     @property
     def spread(self) -> Spread:

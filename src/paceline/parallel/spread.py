@@ -116,7 +116,6 @@ class Spread:
                 self.world.device,
                 self._averaging,
                 bucket_mib=self._bucket_mib,
-                sync=False,
             )
         if self._averaging is not None:
             self._averaging.rewired()
@@ -192,6 +191,13 @@ def data_group(world: World, layout: Layout) -> Group:
 def stage_group(world: World, layout: Layout) -> Group:
     """The ranks that see the same samples and hold other pipeline stages."""
     return _axis_group(world, layout, lambda place: (place.dp, place.cp, place.tp))
+
+
+def stage_holders(world: World, layout: Layout) -> Group:
+    """The ranks that hold parts of the same modules: all of them, but for other pipeline stages."""
+    if layout.pp == 1:
+        return world.everyone
+    return _axis_group(world, layout, lambda place: (place.pp,))
 
 
 def data_ranks(world: World, layout: Layout) -> list[tuple[int, ...]]:
