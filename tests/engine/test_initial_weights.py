@@ -258,7 +258,7 @@ def test_layouts_and_optimizers_that_differ_are_refused(ranks: Any) -> None:
         return refusal(lambda _: (model, sgd), layout=["dp=2", "tp=2"][rank]), other
 
     for layouts, optimizers in ranks(job):
-        assert "different settings: layout is 'dp=2' on rank 0 and 'tp=2' on rank 1" in layouts
+        assert "different settings: layout is 'dp=2' on rank 0 and 'dp=1,tp=2' on rank 1" in layouts
         assert "kind is SGD on rank 0 and AdamW on rank 1" in optimizers
 
 

@@ -50,7 +50,9 @@ from paceline.engine.split import Clock
 from paceline.engine.starting import (
     check_copies_are_equal,
     check_initial_weights,
+    check_not_spread,
     make_values,
+    mark_as_spread,
     start_from_one_model,
     start_from_one_optimizer,
 )
@@ -137,6 +139,7 @@ class Engine:
         check_arguments(model, loss, optimizer, self.options, world)
         check_model_and_options(model, self.options)
         check_initial_weights(self.options["initial_weights"])
+        check_not_spread(model)
         self._notes = rules_on_frozen(model, self.options["compress"])
         self.world = world if world is not None else World.current()
         self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)
@@ -235,6 +238,7 @@ class Engine:
         self._precision.device_types = sorted({device.type for device in self.spread.devices})
         self._local.moves_target = self._is_mapped
         if not self.spread.is_plain:
+            mark_as_spread(self.model, self.layout)
             self._groups.repoint(self.optimizer, self.spread.held)
             self._parameters = [p for own in self.spread.held.values() for p in own]
             self._trainable = [p.requires_grad for p in self._parameters]
@@ -294,6 +298,7 @@ class Engine:
             self._spread_out(batch)
         if self.clock is not None:
             self._meet()
+        self._groups.follow(self.optimizer, self.spread.held, self.model)
         self._follow_freezing()
         for parameter in self._parameters:
             parameter.grad = None  # what a step that failed, or another backward, left there
@@ -359,12 +364,6 @@ class Engine:
         trainable = [p.requires_grad for p in self._parameters]
         if trainable == self._trainable:
             return
-        if self.layout.zero:
-            raise TrainingError(
-                f"parameters were frozen or unfrozen after the model was sharded (zero="
-                f"{self.layout.zero}), which FSDP2 does not follow. Set requires_grad before the "
-                "engine is made."
-            )
         self._trainable = trainable
         self.spread.follow_freezing()
         if self.rounds is not None:
@@ -540,6 +539,8 @@ class Engine:
         finally:
             for module, training in modes:
                 module.training = training
+            if self._spread is not None:
+                self._spread.let_go()
 
     def evaluate(self, batch: Any) -> list[Evaluated]:
         """This rank's share of an evaluation batch through the model, microbatch by microbatch.

@@ -22,7 +22,9 @@ from paceline.engine.starting import (
     InitialWeights,
     check_copies_are_equal,
     check_initial_weights,
+    check_not_spread,
     make_values,
+    mark_as_spread,
     start_from_one_model,
     start_from_one_optimizer,
 )
@@ -76,6 +78,7 @@ def prepare(
     world.layout = layout
     check_optimizer(optimizer, model)
     check_initial_weights(initial_weights)
+    check_not_spread(model)
     start_from_one_model(
         model,
         world,
@@ -95,6 +98,7 @@ def prepare(
     prepared = None if loader is None else PreparedLoader(_as_loader(loader, seed), model, world)
     if layout.zero:
         sharded = shard_root(model, model, layout, world, ways)
+        mark_as_spread(model, layout)
         if on_meta:
             materialise(model)
         held = {name: [parameter] for name, parameter in model.named_parameters()}

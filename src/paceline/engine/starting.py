@@ -28,6 +28,8 @@ from paceline.world import World, collectives
 from paceline.world.tensors import describe
 
 InitialWeights = Literal["rank0", "own"]
+_MARK = "_paceline_layout"
+"""On every module of a model that is spread: as what."""
 _TOLD = 3
 """How many differences, or names, an error or a note lists."""
 
@@ -39,6 +41,24 @@ def check_initial_weights(asked: Any) -> None:
             f"initial_weights={asked!r} must be 'rank0' (every rank takes over rank 0's model) or "
             "'own' (every rank keeps what it has built)."
         )
+
+
+def check_not_spread(model: nn.Module) -> None:
+    """Refuse a model of which another engine holds this rank's part alone."""
+    for module in model.modules():
+        layout = module.__dict__.get(_MARK)
+        if layout is not None:
+            raise TrainingError(
+                f"{type(model).__name__} is spread already, as {layout!r}: another engine holds "
+                "this rank's part of it. Go on with that engine, or build a new model for this "
+                "one (engine.state_dict()['model'] of the first loads into it)."
+            )
+
+
+def mark_as_spread(model: nn.Module, layout: Layout) -> None:
+    """Remember that the parameters of ``model`` are parts from now on."""
+    for module in model.modules():
+        module.__dict__[_MARK] = str(layout)
 
 
 def start_from_one_model(

@@ -107,7 +107,9 @@ class Spread:
         self.follow_freezing()
 
     def follow_freezing(self) -> None:
-        """Wrap the module anew after parameters were frozen: DDP averages those it was shown."""
+        """Train other parameters than before: DDP and FSDP know those they were shown."""
+        for sharded in self._sharded:
+            sharded.follow_freezing()
         if isinstance(self.module, DistributedDataParallel):
             inner = self.module.module
             self.module = inner  # takes its hooks off the parameters before new ones are put on
@@ -119,6 +121,11 @@ class Spread:
             )
         if self._averaging is not None:
             self._averaging.rewired()
+
+    def let_go(self) -> None:
+        """Keep this rank's own part alone, after forwards without a backward."""
+        for sharded in self._sharded:
+            sharded.let_go()
 
     def reset(self) -> None:
         """Forget a step that failed half way."""
