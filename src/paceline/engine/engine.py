@@ -382,7 +382,7 @@ class Engine:
         if self._precision.scaler is not None:
             self._precision.scaler.unscale_(self.optimizer)
         counts = None if self.spread.is_plain else self.spread.counts_in_norm
-        gradients = Gradients(self.optimizer, counts)
+        gradients = Gradients(self.optimizer, counts, self.device)
         if self.options["microbatch"] is not None or self.layout.pp > 1:
             factor = sums.divisor / sums.world[1]
             if self.device.type != "cpu" or factor != 1:  # on a GPU, looking would be waiting
