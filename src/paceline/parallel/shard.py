@@ -285,7 +285,7 @@ class Sharded:
         self._usage = usage
         self._model, self._slots, self._averaging = model, slots, averaging
         self._visits: Visits | None = None
-        self._in_step = False
+        self._in_step = self._is_gathered = False
         on_cpu = self.mesh.device_type == "cpu" and self.mesh.size() > 1
         if on_cpu and backend_by_device(self.mesh.get_group(0)).get("cpu") == "gloo":
             for unit in self._units:
@@ -302,7 +302,9 @@ class Sharded:
 
     def receive_visits(self, doors: Sequence[nn.Module]) -> None:
         """Let these modules be called while no step of the root is under way, too."""
-        self._visits = Visits(self.root, doors, self._scalars, lambda: self._in_step)
+        self._visits = Visits(
+            self.root, doors, self._scalars, lambda: self._in_step or self._is_gathered
+        )
 
     @torch.no_grad()
     def follow_freezing(self) -> None:
@@ -397,11 +399,13 @@ class Sharded:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """The whole parameters in place, to call any part of the model. A collective."""
+        self._is_gathered = True
         for unit in self._units:
             unit.unshard()
         try:
             with self._scalars.in_place():
                 yield
         finally:
+            self._is_gathered = False
             for unit in self._units:
                 unit.reshard()

@@ -23,7 +23,7 @@ from paceline.parallel.whole import cuts
 class Visits:
     """Watches the modules of ``root`` that cannot run unless the root was called.
 
-    ``is_training`` tells whether the root's own step is under way, which gathers by itself.
+    ``is_gathered`` tells whether somebody else sees to it: the root's own step, for one.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class Visits:
         root: nn.Module,
         doors: Sequence[nn.Module],
         scalars: Scalars,
-        is_training: Callable[[], bool],
+        is_gathered: Callable[[], bool],
     ) -> None:
-        self._root, self._scalars, self._is_training = root, scalars, is_training
+        self._root, self._scalars, self._is_gathered = root, scalars, is_gathered
         self._root_runs = False
         self._depth = 0
         self._open = False
@@ -66,7 +66,7 @@ class Visits:
 
     @property
     def _is_visit(self) -> bool:
-        return not (self._root_runs or self._is_training())
+        return not (self._root_runs or self._is_gathered())
 
     @torch.compiler.disable
     def _enter(self, door: nn.Module, args: Any) -> None:
