@@ -117,9 +117,26 @@ def prepare(
         wrapped.register_comm_hook(
             _Weights(prepared, world.size), lambda weights, bucket: _average(weights, bucket)
         )
+        _refuse_unfreezing(wrapped)
     elif not layout.zero:  # one process: nothing to leave out, but the same loop is to run
         model.no_sync = contextlib.nullcontext  # type: ignore[assignment]
     return wrapped, optimizer, prepared
+
+
+def _refuse_unfreezing(wrapped: DistributedDataParallel) -> None:
+    """DDP averages the gradients of what required them when it was made, and of nothing else."""
+    frozen = [(n, p) for n, p in wrapped.module.named_parameters() if not p.requires_grad]
+
+    def check(module: nn.Module, args: Any) -> None:
+        for name, parameter in frozen:
+            if parameter.requires_grad:
+                raise TrainingError(
+                    f"{name} was unfrozen after prepare(): its gradients would not be averaged "
+                    "over the ranks. Unfreeze it before prepare(), and let schedules decide when "
+                    "it is trained, or use paceline.Engine, which follows it."
+                )
+
+    wrapped.register_forward_pre_hook(check)
 
 
 def _drive(
@@ -132,8 +149,15 @@ def _drive(
     """Have the hooks of a sharded model do what :class:`paceline.Engine` does around a step."""
     weights = _Weights(loader, world.size)
     syncing = True
+    parameters = list(model.parameters())
+    trained = [p.requires_grad for p in parameters]
 
     def before(module: nn.Module, args: Any) -> None:
+        nonlocal trained
+        now = [p.requires_grad for p in parameters]
+        if now != trained:
+            trained = now
+            sharded.follow_freezing()
         sharded.communicate(last=syncing, counts=weights.own() > 0)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
