@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
+from paceline.config import Config
 from paceline.errors import RankFailed, TrainingError
+from paceline.trainer.run import engine_options
 
 LAYOUTS = {
     2: ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2"],
@@ -363,3 +365,8 @@ def test_different_weights_are_told_once_and_equal_ones_not(ranks: Any) -> None:
         assert "built different weights" in different[0]
         assert "start from rank 0's" in different[0]
         assert later == equal == []
+
+
+def test_a_config_says_it_too() -> None:
+    assert engine_options(Config(), None)["initial_weights"] == "rank0"
+    assert engine_options(Config(initial_weights="own"), None)["initial_weights"] == "own"
