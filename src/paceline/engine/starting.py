@@ -122,8 +122,9 @@ def start_from_one_optimizer(optimizer: Optimizer, model: nn.Module, world: Worl
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             add(f"{key} of {names[id(parameter)]}", value)
-    _agree("optimizer", described, world)
-    take_first_values(tensors, world.everyone, world.device)
+    # State lies in the order in which it was first needed.
+    _agree("optimizer", dict(sorted(described.items())), world)
+    take_first_values(dict(sorted(tensors.items())), world.everyone, world.device)
 
 
 def make_values(
