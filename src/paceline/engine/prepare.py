@@ -28,7 +28,7 @@ from paceline.engine.starting import (
     start_from_one_model,
     start_from_one_optimizer,
 )
-from paceline.errors import DataError
+from paceline.errors import DataError, TrainingError
 from paceline.layout import Layout
 from paceline.parallel.compose import Ways, check_layout, shard_root, spread
 from paceline.parallel.meta import Init, is_on_meta
