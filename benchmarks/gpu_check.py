@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py [PART OF A NAME ...]
 
 Two ranks share the GPU over Gloo, because NCCL refuses two ranks on one device; NCCL itself is
-checked in a world of one.
+checked in a world of one, and where it matters between two ranks that pass for different hosts.
 """
 
 from __future__ import annotations
@@ -148,6 +148,52 @@ def _rank(
         queue.put(traceback.format_exc())
 
 
+def without_gradients(precision: str, layout: str) -> str:
+    """Two NCCL ranks of which one trains nothing: both must meet on the GPU all the same."""
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    port = _free_port()
+    ranks = [
+        context.Process(target=_half_frozen, args=(rank, port, precision, layout, queue))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    stuck = [number for number, rank in enumerate(ranks) if rank.is_alive()]
+    for number in stuck:
+        ranks[number].terminate()
+    assert not stuck, f"ranks {stuck} hang"
+    norms = [queue.get() for _ in ranks]
+    assert norms[0] == norms[1] > 0, norms
+    return f"norm {norms[0]:.3f} on both ranks"
+
+
+def _half_frozen(rank: int, port: int, precision: str, layout: str, queue: Any) -> None:
+    """The first half of the model is frozen: with pp=2 that is all that rank 0 holds."""
+    os.environ.update(_environment(rank, 2, port))
+    # To NCCL they are two hosts, or it would refuse them one GPU.
+    os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    with paceline.World.init(device="cuda:0"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        model[:2].requires_grad_(False)
+        engine = paceline.Engine(
+            model,
+            loss=F.cross_entropy,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            layout=layout,
+            precision=precision,
+            clip_norm=1.0,
+        )
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(4, 16, generator=generator)
+            result = engine.step((x, torch.randint(0, 16, (4,), generator=generator)))
+        queue.put(result.grad_norm)
+
+
 def nan_is_named() -> str:
     with paceline.World.init(device="cuda"):
         model = nn.Linear(4, 2)
@@ -220,6 +266,9 @@ CHECKS: dict[str, Callable[[], str]] = {
             ("int8", 2, "dp=2,zero=2", False),
         )
     },
+    "a rank without gradients, NCCL": lambda: without_gradients("fp32", "pp=2"),
+    "a rank without gradients, NCCL, fp16": lambda: without_gradients("fp16", "pp=2"),
+    "a rank without gradients, NCCL, zero": lambda: without_gradients("fp16", "dp=2,zero=3"),
     "NaN is named": nan_is_named,
     "the loader pins memory": loader_pins_memory,
     "random state": random_state_round_trip,

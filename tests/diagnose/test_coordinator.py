@@ -198,6 +198,32 @@ def test_a_mismatch_is_told_although_nothing_hangs(scene: Scene) -> None:
     assert (finding.what, finding.seconds, finding.step) == ("mismatch", 0.0, 3)
 
 
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        ((), "Ranks 0 and 1 have not gone on from it so far: it may hang."),
+        ((1,), "Rank 0 has not gone on from it so far: it may hang."),
+        ((0, 1), "All of them have gone on from it."),
+    ],
+)
+def test_a_mismatch_promises_nothing_that_a_hang_could_belie(
+    scene: Scene, later: tuple[int, ...], said: str
+) -> None:
+    """It is told when it is seen, which may be long before a hang that comes of it."""
+    for rank, op in enumerate(("all_reduce", "broadcast")):
+        calls = [Call("gloo", "0", (0, 1), 1, op, ((4,),), ("float32",))]
+        if rank in later:
+            calls.append(Call("gloo", "0", (0, 1), 2, "barrier"))
+        scene.board.called[rank] = digest(calls, {})
+    scene.beat(0, still=0.0)
+    scene.beat(1, still=0.0)
+    scene.coordinator.tick()
+    (finding,) = scene.told
+    assert isinstance(finding, Finding)
+    assert said in finding.detail
+    assert "othing hangs" not in finding.detail
+
+
 def test_a_mismatch_seen_during_a_hang_is_told_after_it(scene: Scene) -> None:
     scene.stand(AFTER)
     test_calls = [Call("gloo", "1", (0, 1), 1, op) for op in ("barrier", "broadcast")]

@@ -165,20 +165,6 @@ def test_frozen_parameters_stay(ranks: Any) -> None:
             )
 
 
-@pytest.mark.world(2)
-def test_freezing_after_sharding_is_refused(ranks: Any) -> None:
-    def job() -> str:
-        engine = make_engine("dp=2,zero=3")
-        batch = own_share(batches(1)[0], engine.layout)
-        engine.step(batch)
-        next(iter(engine.model.parameters())).requires_grad_(False)
-        with pytest.raises(paceline.errors.TrainingError) as caught:
-            engine.step(batch)
-        return str(caught.value)
-
-    assert "Set requires_grad before the engine is made" in ranks(job)[0]
-
-
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=4,zero=3,replicas=2"])
 def test_prepare_shards_for_a_loop_of_ones_own(ranks: Any, layout: str) -> None:
     def job(layout: str) -> Any:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.errors import DataError, LayoutError, TrainingError
+from paceline.errors import DataError, LayoutError, RankFailed, TrainingError
 
 N = 23
 
@@ -101,3 +101,66 @@ def test_wrong_calls() -> None:
         paceline.prepare(model, optimizer, data)
     with pytest.raises(LayoutError, match=r"needs 2 ranks"):
         paceline.prepare(model, optimizer, layout="dp=2")
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters; a collective where they are cut."""
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in found.items()}
+
+
+def accumulate(layout: str, thaw: bool = False) -> dict[str, torch.Tensor]:
+    """Two backwards a step, the first of them under ``no_sync``, as training.md has it."""
+    model, _, data = parts()
+    first, last = model[0], model[2]
+    first.requires_grad_(not thaw)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = paceline.loader(data, global_batch=6, seed=4, drop_last=True)
+    wrapped, optimizer, prepared = paceline.prepare(model, optimizer, loader, layout=layout)
+    assert prepared is not None
+    batches = list(prepared)[:2]
+    for step in range(3):
+        if thaw and step == 1:
+            first.requires_grad_(True)
+            last.bias.requires_grad_(False)
+        for number, (x, y) in enumerate(batches):
+            with contextlib.nullcontext() if number else wrapped.no_sync():
+                (F.cross_entropy(wrapped(x), y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def test_the_loop_of_the_guide_runs_on_every_layout(ranks: Any) -> None:
+    alone = accumulate("dp=1")
+    for layout in ("dp=1,zero=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"):
+        for state in ranks(accumulate, layout, world_size=int(layout[3])):
+            torch.testing.assert_close(state, alone, rtol=1e-10, atol=1e-12)
+
+
+def test_unfreezing_is_followed_where_it_can_be_and_refused_elsewhere(ranks: Any) -> None:
+    alone = accumulate("dp=1", thaw=True)
+    for layout in ("dp=2,zero=1", "dp=2,zero=3"):
+        for state in ranks(accumulate, layout, True, world_size=2):
+            torch.testing.assert_close(state, alone, rtol=1e-10, atol=1e-12)
+    with pytest.raises(RankFailed, match=r"0.weight was unfrozen after prepare\(\)"):
+        ranks(accumulate, "dp=2", True, world_size=2)
+
+
+def from_meta(layout: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(paceline.World.current().rank)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    wrapped, optimizer, _ = paceline.prepare(model, optimizer, layout=layout)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    wrapped(x).square().mean().backward()
+    optimizer.step()
+    return whole(model)
+
+
+def test_models_from_the_meta_device_get_their_values(ranks: Any) -> None:
+    alone = from_meta("dp=1")
+    for layout in ("dp=2", "dp=2,zero=3"):
+        for state in ranks(from_meta, layout, world_size=2):
+            torch.testing.assert_close(state, alone)

@@ -468,6 +468,10 @@ class Config(Section):
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default="fp32", description="Number format of the forward and backward pass."
     )
+    initial_weights: Literal["rank0", "own"] = Field(
+        default="rank0",
+        description="What ranks start from: the model that rank 0 has built, or each its own.",
+    )
     compile: bool = Field(default=False, description="Compile the model with torch.compile.")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="What is saved and kept.")
     launch: Launch = Field(default=Launch(), description="Where the ranks run.")

@@ -47,6 +47,15 @@ from paceline.engine.reducing import Reducing
 from paceline.engine.repoint import Groups
 from paceline.engine.result import Numbers, StepResult
 from paceline.engine.split import Clock
+from paceline.engine.starting import (
+    check_copies_are_equal,
+    check_initial_weights,
+    check_not_spread,
+    make_values,
+    mark_as_spread,
+    start_from_one_model,
+    start_from_one_optimizer,
+)
 from paceline.engine.state import State
 from paceline.engine.traffic import Traffic, traffic
 from paceline.engine.wiring import Wiring
@@ -54,12 +63,22 @@ from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.compose import check_layout, needs_sample, spread
-from paceline.parallel.meta import materialise
+from paceline.parallel.meta import is_on_meta
 from paceline.parallel.offload import offload_state
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.spread import Spread
 from paceline.parallel.term import Term
 from paceline.world import World, collectives
+
+# Ranks with different ones would not compute one step; most others would not even meet.
+_SAME_ON_ALL_RANKS = (
+    "precision",
+    "clip_norm",
+    "clip_value",
+    "nonfinite",
+    "sync_batchnorm",
+    "initial_weights",
+)
 
 
 class Engine:
@@ -101,6 +120,8 @@ class Engine:
         reduction: how gradients are summed over the ranks, where not by default: a
             :class:`paceline.Reduction`.
         init: called with each module of a model from the meta device, to give it values.
+        initial_weights: ``"rank0"``: all ranks start from the parameters and buffers that rank 0
+            has built; ``"own"``: every rank keeps what it has built, and nothing is sent.
         world: the world to train in; by default the one this process was launched into.
     """
 
@@ -117,6 +138,8 @@ class Engine:
         self.options = EngineOptions(**{**DEFAULTS, **options})
         check_arguments(model, loss, optimizer, self.options, world)
         check_model_and_options(model, self.options)
+        check_initial_weights(self.options["initial_weights"])
+        check_not_spread(model)
         self._notes = rules_on_frozen(model, self.options["compress"])
         self.world = world if world is not None else World.current()
         self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)
@@ -149,7 +172,14 @@ class Engine:
         self.model = model
         self._local = LossModule(model, loss, self.options["forward"], self.options["count"])
         check_loss_parameters(self._local)
-        self._on_meta = any(p.is_meta for p in model.parameters())
+        self._notes += start_from_one_model(
+            self._local,
+            self.world,
+            initial_weights=self.options["initial_weights"],
+            settings={"layout": str(self.layout)}
+            | {name: self.options[name] for name in _SAME_ON_ALL_RANKS},
+        )
+        self._on_meta = is_on_meta(model)
         self._is_mapped = self.options["device_map"] is not None
         if not self._on_meta and not self.layout.zero and not self._is_mapped:
             self._local.to(self.device)  # sharding and device maps move what they keep there
@@ -162,6 +192,7 @@ class Engine:
         check_optimizer(optimizer, model)
         self.optimizer = optimizer
         check_schedule(self.options["schedule"], self.optimizer)
+        start_from_one_optimizer(optimizer, model, self.world)
         self._groups = Groups(optimizer, model)
         self._state = State(self)
         self.parts = Parts(self)
@@ -207,9 +238,12 @@ class Engine:
         self._precision.device_types = sorted({device.type for device in self.spread.devices})
         self._local.moves_target = self._is_mapped
         if not self.spread.is_plain:
+            mark_as_spread(self.model, self.layout)
             self._groups.repoint(self.optimizer, self.spread.held)
             self._parameters = [p for own in self.spread.held.values() for p in own]
             self._trainable = [p.requires_grad for p in self._parameters]
+        if self.options["initial_weights"] == "own":
+            check_copies_are_equal(self.spread.held, self.model, self.world)
         if self._ways.sharding.offload == "optimizer":
             offload_state(self.optimizer)
         if self.layout.tp > 1:
@@ -224,10 +258,10 @@ class Engine:
             self.after_spreading = None
 
     def _materialise(self, root: nn.Module) -> None:
-        """Give the model, or a stage of it, its values: those of one process on every layout."""
-        seed = collectives.broadcast_object(torch.initial_seed())
+        """Give the model, or a stage of it, its values: those of rank 0 on every layout."""
         init = self.options["init"] or getattr(self.model, "_init_weights", None)
-        materialise(root, seed=seed, device=self.device, init=init)
+        initial_weights = self.options["initial_weights"]
+        make_values(root, self.layout, self.world, init, initial_weights=initial_weights)
 
     @property
     def spread(self) -> Spread:
@@ -264,6 +298,7 @@ class Engine:
             self._spread_out(batch)
         if self.clock is not None:
             self._meet()
+        self._groups.follow(self.optimizer, self.spread.held, self.model)
         self._follow_freezing()
         for parameter in self._parameters:
             parameter.grad = None  # what a step that failed, or another backward, left there
@@ -329,12 +364,6 @@ class Engine:
         trainable = [p.requires_grad for p in self._parameters]
         if trainable == self._trainable:
             return
-        if self.layout.zero:
-            raise TrainingError(
-                f"parameters were frozen or unfrozen after the model was sharded (zero="
-                f"{self.layout.zero}), which FSDP2 does not follow. Set requires_grad before the "
-                "engine is made."
-            )
         self._trainable = trainable
         self.spread.follow_freezing()
         if self.rounds is not None:
@@ -353,7 +382,7 @@ class Engine:
         if self._precision.scaler is not None:
             self._precision.scaler.unscale_(self.optimizer)
         counts = None if self.spread.is_plain else self.spread.counts_in_norm
-        gradients = Gradients(self.optimizer, counts)
+        gradients = Gradients(self.optimizer, counts, self.device)
         if self.options["microbatch"] is not None or self.layout.pp > 1:
             factor = sums.divisor / sums.world[1]
             if self.device.type != "cpu" or factor != 1:  # on a GPU, looking would be waiting
@@ -510,6 +539,8 @@ class Engine:
         finally:
             for module, training in modes:
                 module.training = training
+            if self._spread is not None:
+                self._spread.let_go()
 
     def evaluate(self, batch: Any) -> list[Evaluated]:
         """This rank's share of an evaluation batch through the model, microbatch by microbatch.

@@ -18,17 +18,19 @@ class Gradients:
     """The gradients that ``optimizer`` is about to use; parameters without one are left out.
 
     ``counts`` tells which of them enter the norm on this rank, where several ranks hold the same
-    one; the norm is then that of all ranks' together.
+    one; the norm is then that of all ranks' together. ``device`` is where the ranks meet, those
+    without a gradient of their own too.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        counts: Callable[[nn.Parameter], bool] | None = None,
+        counts: Callable[[nn.Parameter], bool] | None,
+        device: torch.device,
     ) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._parameters = [p for p in held if p.grad is not None]
-        self._counts = counts
+        self._counts, self._device = counts, device
         for parameter in self._parameters:
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
@@ -54,8 +56,7 @@ class Gradients:
             for parameter, tensor in zip(self._parameters, self._tensors, strict=True)
             if self._counts(parameter)
         ]
-        device = self._tensors[0].device if self._tensors else torch.device("cpu")
-        square = get_total_norm(own).to(device, torch.float64).square().reshape(1)
+        square = get_total_norm(own).to(self._device, torch.float64).square().reshape(1)
         with World.current().pulse.during("waiting"):
             dist.all_reduce(square)
         return square.sqrt().squeeze(0)

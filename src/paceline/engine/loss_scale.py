@@ -16,11 +16,12 @@ class AgreedScaler:
     """What ``torch.amp.GradScaler`` does, with the same numbers, on which all ranks agree.
 
     torch's looks at the gradients of its own rank, and takes plain tensors or DTensors, not both:
-    here an overflow on any rank makes every rank leave the step out and lower its scale.
+    here an overflow on any rank makes every rank leave the step out and lower its scale. The ranks
+    meet on ``device``, those without a gradient of their own too.
     """
 
-    def __init__(self, scale: float = 65536.0) -> None:
-        self._scale = scale
+    def __init__(self, device: torch.device, scale: float = 65536.0) -> None:
+        self._device, self._scale = device, scale
         self._steps_since_growth = 0
         self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 2000
         self._overflowed = False
@@ -41,7 +42,7 @@ class AgreedScaler:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        bad = torch.zeros((), device=gradients[0].device if gradients else None)
+        bad = torch.zeros((), device=self._device)
         for gradient in gradients:
             gradient.mul_(1 / self._scale)
             bad += (~gradient.isfinite()).any().to(bad)

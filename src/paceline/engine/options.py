@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.engine.starting import InitialWeights
 from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel.compose import Ways
@@ -48,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     compress: Compression | str | None
     local_steps: LocalSteps | int | None
     reduction: Reduction | None
+    initial_weights: InitialWeights
 
 
 DEFAULTS = EngineOptions(
@@ -72,6 +74,7 @@ DEFAULTS = EngineOptions(
     compress=None,
     local_steps=None,
     reduction=None,
+    initial_weights="rank0",
 )
 
 

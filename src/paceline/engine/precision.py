@@ -63,7 +63,7 @@ class Precision:
 
 def _scaler(device: torch.device, sharded: bool) -> torch.amp.GradScaler | AgreedScaler:
     """A gradient scaler; where ranks hold parts of the gradient, one on which they all agree."""
-    return AgreedScaler() if sharded else torch.amp.GradScaler(device.type)
+    return AgreedScaler(device) if sharded else torch.amp.GradScaler(device.type)
 
 
 class _StayDouble(TorchFunctionMode):

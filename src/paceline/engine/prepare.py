@@ -17,12 +17,23 @@ from paceline.data import Loader, Share, from_dataloader
 from paceline.engine.arguments import check_model
 from paceline.engine.batch import batch_size, move, placeholder
 from paceline.engine.checks import check_optimizer
-from paceline.engine.repoint import Groups, Held
-from paceline.errors import DataError
+from paceline.engine.repoint import Groups
+from paceline.engine.starting import (
+    InitialWeights,
+    check_copies_are_equal,
+    check_initial_weights,
+    check_not_spread,
+    make_values,
+    mark_as_spread,
+    start_from_one_model,
+    start_from_one_optimizer,
+)
+from paceline.errors import DataError, TrainingError
 from paceline.layout import Layout
 from paceline.parallel.compose import Ways, check_layout, shard_root, spread
+from paceline.parallel.meta import Init, is_on_meta
 from paceline.parallel.replicate import sync_buffers
-from paceline.parallel.shard import Sharding
+from paceline.parallel.shard import Sharded, Sharding
 from paceline.parallel.shard_dtype import map_tensors
 from paceline.world import World
 
@@ -35,6 +46,8 @@ def prepare(
     layout: str | Layout = "auto",
     seed: int = 0,
     sharding: Sharding | None = None,
+    initial_weights: InitialWeights = "rank0",
+    init: Init | None = None,
 ) -> tuple[nn.Module, Optimizer, PreparedLoader | None]:
     """Spread ``model`` and ``loader`` over the world; train them by your own loop.
 
@@ -50,6 +63,10 @@ def prepare(
     The returned loader yields this rank's share of each global batch, on its device. A torch
     ``DataLoader``'s batch size is taken as the *global* batch. ``seed`` orders its samples.
 
+    All ranks start from the parameters and buffers that rank 0 has built; with
+    ``initial_weights="own"`` every rank keeps its own. A model from the meta device gets its values
+    by ``init(module)``, as with :class:`paceline.Engine`.
+
     Clipping, precision and loss averaging stay yours: :class:`paceline.Engine` does them for you.
     """
     check_model(model)
@@ -60,36 +77,87 @@ def prepare(
     check_layout(layout, ways, own_loop=True)
     world.layout = layout
     check_optimizer(optimizer, model)
+    check_initial_weights(initial_weights)
+    check_not_spread(model)
+    start_from_one_model(
+        model,
+        world,
+        initial_weights=initial_weights,
+        settings={"layout": str(layout), "initial_weights": initial_weights},
+    )
+    start_from_one_optimizer(optimizer, model, world)
     groups = Groups(optimizer, model)
-    if not layout.zero:  # else sharding moves what each rank keeps
+    on_meta = is_on_meta(model)
+    if not layout.zero and not on_meta:  # else what each rank keeps is put there
         model.to(world.device)
+
+    def materialise(root: nn.Module) -> None:
+        own = init or getattr(model, "_init_weights", None)
+        make_values(root, layout, world, own, initial_weights=initial_weights)
+
     prepared = None if loader is None else PreparedLoader(_as_loader(loader, seed), model, world)
     if layout.zero:
-        groups.repoint(optimizer, _shard(model, optimizer, layout, world, ways, prepared))
-        return model, optimizer, prepared
-    wrapped = spread(model, model, layout, world, ways).module
+        sharded = shard_root(model, model, layout, world, ways)
+        mark_as_spread(model, layout)
+        if on_meta:
+            materialise(model)
+        held = {name: [parameter] for name, parameter in model.named_parameters()}
+        groups.repoint(optimizer, held)
+        _drive(sharded, model, optimizer, world, prepared)
+        wrapped = model
+    else:
+        placed = spread(
+            model, model, layout, world, ways, materialise=materialise if on_meta else None
+        )
+        held, wrapped = placed.held, placed.module
+    if initial_weights == "own":
+        check_copies_are_equal(held, model, world)
     if isinstance(wrapped, DistributedDataParallel):
         # DDP compares a hook's annotations with classes, and ours are strings: a lambda has none.
         wrapped.register_comm_hook(
             _Weights(prepared, world.size), lambda weights, bucket: _average(weights, bucket)
         )
+        _refuse_unfreezing(wrapped)
+    elif not layout.zero:  # one process: nothing to leave out, but the same loop is to run
+        model.no_sync = contextlib.nullcontext  # type: ignore[assignment]
     return wrapped, optimizer, prepared
 
 
-def _shard(
+def _refuse_unfreezing(wrapped: DistributedDataParallel) -> None:
+    """DDP averages the gradients of what required them when it was made, and of nothing else."""
+    frozen = [(n, p) for n, p in wrapped.module.named_parameters() if not p.requires_grad]
+
+    def check(module: nn.Module, args: Any) -> None:
+        for name, parameter in frozen:
+            if parameter.requires_grad:
+                raise TrainingError(
+                    f"{name} was unfrozen after prepare(): its gradients would not be averaged "
+                    "over the ranks. Unfreeze it before prepare(), and let schedules decide when "
+                    "it is trained, or use paceline.Engine, which follows it."
+                )
+
+    wrapped.register_forward_pre_hook(check)
+
+
+def _drive(
+    sharded: Sharded,
     model: nn.Module,
     optimizer: Optimizer,
-    layout: Layout,
     world: World,
-    ways: Ways,
     loader: PreparedLoader | None,
-) -> Held:
-    """Shard ``model`` and have its hooks do what :class:`paceline.Engine` does around a step."""
-    sharded = shard_root(model, model, layout, world, ways)
+) -> None:
+    """Have the hooks of a sharded model do what :class:`paceline.Engine` does around a step."""
     weights = _Weights(loader, world.size)
     syncing = True
+    parameters = list(model.parameters())
+    trained = [p.requires_grad for p in parameters]
 
     def before(module: nn.Module, args: Any) -> None:
+        nonlocal trained
+        now = [p.requires_grad for p in parameters]
+        if now != trained:
+            trained = now
+            sharded.follow_freezing()
         sharded.communicate(last=syncing, counts=weights.own() > 0)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
@@ -110,7 +178,6 @@ def _shard(
     model.register_forward_hook(after)
     model.no_sync = no_sync  # type: ignore[assignment]
     optimizer.register_step_pre_hook(lambda *_: sharded.finish())
-    return {name: [parameter] for name, parameter in model.named_parameters()}
 
 
 class _Weighted(torch.autograd.Function):

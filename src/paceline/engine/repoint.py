@@ -37,6 +37,27 @@ class Groups:
             names[id(p)]: p for group in optimizer.param_groups for p in group["params"]
         }
 
+    def follow(self, optimizer: Optimizer, held: Held, model: nn.Module) -> None:
+        """Learn the names of parameters that joined ``optimizer`` since, by ``add_param_group``.
+
+        Those of other pipeline stages are on the meta device here: they have a name as well.
+        """
+        added = optimizer.param_groups[len(self.names) :]
+        if not added:
+            return
+        names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        names |= {id(p): name for name, own in held.items() for p in own}
+        for group in added:
+            strangers = sum(id(parameter) not in names for parameter in group["params"])
+            if strangers:
+                raise TrainingError(
+                    f"add_param_group gave the optimizer {strangers} parameters that are not the "
+                    "model's. Take them from engine.model, which holds what this rank trains."
+                )
+            own = list(dict.fromkeys(names[id(parameter)] for parameter in group["params"]))
+            self.names.append(own)
+            group["params"] = [p for name in own for p in held.get(name, ())]
+
     def repoint(self, optimizer: Optimizer, held: Held) -> None:
         """Make ``optimizer`` update what this rank holds; state it has already goes along."""
         state = dict(optimizer.state)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import TrainingError
+from paceline.parallel.same_values import fingerprint
 from paceline.parallel.whole import part_of
+from paceline.world import rng_state, seed_everything, set_rng_state
 
 Init = Callable[[nn.Module], None]
+Share = Callable[[Mapping[str, Tensor]], None]
 
 _UNSET_NUMBER = -(2**7) + 1
 """What integers hold that nobody has set: fits in every signed type."""
@@ -35,7 +38,13 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialise(
-    model: nn.Module, *, seed: int, device: torch.device | str, init: Init | None = None
+    model: nn.Module,
+    *,
+    seed: int,
+    device: torch.device | str,
+    init: Init | None = None,
+    share: Share | None = None,
+    repeatable: bool = False,
 ) -> None:
     """Give every parameter and buffer of ``model`` that is on the meta device its values, in place.
 
@@ -48,8 +57,12 @@ def materialise(
     given, by the model's own ``_init_weights(module)`` (as Hugging Face's have), and else by the
     module's ``reset_parameters()``. What none of them sets is refused by name: values that a
     constructor computed are lost on the meta device.
+
+    ``share`` is called with the whole values of each block, by name, and may change them: ranks
+    whose initialisers draw different numbers take over those of one rank. ``repeatable`` refuses
+    an initialiser that gives other values when it is called again from the same seed.
     """
-    work = _Materialiser(model, seed, torch.device(device), init)
+    work = _Materialiser(model, seed, torch.device(device), init, share, repeatable)
     above, blocks = _blocks(model)
     # From the top down, so that what a module does to its parts comes before they are made.
     for name, module in above:
@@ -112,9 +125,16 @@ class _Slot(NamedTuple):
 
 class _Materialiser:
     def __init__(
-        self, model: nn.Module, seed: int, device: torch.device, init: Init | None
+        self,
+        model: nn.Module,
+        seed: int,
+        device: torch.device,
+        init: Init | None,
+        share: Share | None,
+        repeatable: bool,
     ) -> None:
         self.model, self.seed, self.device, self.init = model, seed, device, init
+        self.share, self.repeatable = share, repeatable
         self.names = {id(module): name for name, module in model.named_modules()}
         self.places: dict[int, list[_Slot]] = {}
         # Tensors are known by what stood in their places at first, whatever is put there later.
@@ -137,21 +157,49 @@ class _Materialiser:
         if not new:
             self._move_buffers(modules)
             return
-        full = {key: self._unset(tensor) for key, tensor in new.items()}
         # What has its values already must keep them, whatever an initialiser does to its module.
         stand_ins = {key: _shape_of(held[key]) for key in held if key not in new}
-        self._put({**full, **stand_ins})
-        versions = {key: tensor._version for key, tensor in full.items()}
         try:
-            for module in modules:
-                self._initialise(module, set(full), versions)
-            made = {key: self.places[key][0].tensor.detach() for key in full}
+            made = self._values(modules, new, stand_ins)
+            if self.repeatable:
+                marks = {key: fingerprint(tensor) for key, tensor in made.items()}
+                made.clear()  # one block at a time is all that a rank holds
+                made = self._values(modules, new, stand_ins)
+                self._check_repeated(made, marks)
         finally:
             self._put(held)
+        if self.share is not None:
+            self.share({self._name_of(key): tensor for key, tensor in made.items()})
         for key, tensor in new.items():
             self._keep(tensor, made.pop(key), self.places[key])
-            del full[key], self.meta[key]
+            del self.meta[key]
         self._move_buffers(modules)
+
+    def _values(
+        self, modules: list[nn.Module], new: dict[int, Tensor], stand_ins: dict[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """The whole values of the tensors ``new``, as the initialisers of ``modules`` set them."""
+        full = {key: self._unset(tensor) for key, tensor in new.items()}
+        self._put({**full, **stand_ins})
+        versions = {key: tensor._version for key, tensor in full.items()}
+        for module in modules:
+            self._initialise(module, set(full), versions)
+        return {key: self.places[key][0].tensor.detach() for key in full}
+
+    def _name_of(self, key: int) -> str:
+        slot = self.places[key][0]
+        return ".".join(filter(None, (self.names[id(slot.owner)], slot.name)))
+
+    def _check_repeated(self, made: dict[int, Tensor], marks: dict[int, int]) -> None:
+        for key, tensor in made.items():
+            if fingerprint(tensor) != marks[key]:
+                raise TrainingError(
+                    f"the model is on the meta device, and {self._name_of(key)} gets other values "
+                    "each time it is initialised: its initialiser draws from a generator of its "
+                    "own. Pipeline stages are initialised by the ranks that hold them, so draw "
+                    "from torch's, numpy's or Python's own generator, which are seeded for each "
+                    "module, or build the model on a real device."
+                )
 
     def _unset(self, like: Tensor) -> Tensor:
         """A whole tensor on the device that shows later whether it was set."""
@@ -225,9 +273,14 @@ class _Materialiser:
     def _random(self, name: str) -> Iterator[None]:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         devices = [self.device] if self.device.type == "cuda" else []
+        before = rng_state()
         with torch.random.fork_rng(devices=devices), torch.device(self.device):
+            seed_everything(int.from_bytes(digest[8:16], "big"))  # numpy's and Python's, too
             torch.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
-            yield
+            try:
+                yield
+            finally:
+                set_rng_state(before)
 
     def _keep(self, tensor: Tensor, whole: Tensor, slots: list[_Slot]) -> None:
         """Turn ``tensor``, on the meta device, into this rank's part of ``whole``."""

@@ -32,13 +32,11 @@ def replicate(
     averaging: Averaging | None = None,
     *,
     bucket_mib: float | None = None,
-    sync: bool = True,
 ) -> DistributedDataParallel:
     """Wrap ``module`` so that its gradients are averaged over all ranks during backward.
 
     By ``averaging``, where it is given, else by DDP's own all-reduces; in buckets of
-    ``bucket_mib``, else of DDP's own 25 MiB. Without ``sync`` the ranks are known to hold the same
-    parameters, which need not be sent.
+    ``bucket_mib``, else of DDP's own 25 MiB. The ranks must hold the same parameters.
 
     ``find_unused_parameters`` is always on, for two reasons beyond unused parameters themselves.
     Without it DDP lays its buckets out anew after the first backward; a sum over three or more
@@ -47,7 +45,7 @@ def replicate(
     a step without running the model. The cost is a walk over the graph (benchmarks/overhead.py).
     """
     _use_up_the_notice(device)
-    wrapped = _wrap(module, device, bucket_mib, sync=sync)
+    wrapped = _wrap(module, device, bucket_mib)
     if averaging is not None:
         # A lambda, since torch insists on certain annotations where there are any.
         wrapped.register_comm_hook(None, lambda state, bucket: averaging.hook(bucket))
@@ -55,12 +53,12 @@ def replicate(
 
 
 def _wrap(
-    module: nn.Module, device: torch.device, bucket_mib: float | None = None, *, sync: bool = True
+    module: nn.Module, device: torch.device, bucket_mib: float | None = None
 ) -> DistributedDataParallel:
     return DistributedDataParallel(
         module,
         bucket_cap_mb=None if bucket_mib is None else min(bucket_mib, _ONE_BUCKET_MIB),
-        init_sync=sync,
+        init_sync=False,  # they start from rank 0's values, whatever the layout
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=True,
         gradient_as_bucket_view=True,

@@ -32,6 +32,7 @@ from paceline.parallel.shard_reduce import ExchangeAndSum, Gather, SumBy
 from paceline.parallel.shard_scalars import Scalars
 from paceline.parallel.shard_units import UnitRule, find_units
 from paceline.parallel.shard_unused import Slot, Usage, tensors_in
+from paceline.parallel.shard_visits import Visits, prepare_root
 from paceline.world.group import backend_by_device
 
 STAGES = (1, 2, 3)
@@ -149,7 +150,6 @@ def shard(
     for module in parts:
         module.register_forward_hook(_without_views)
     slots = _slots(parts, scalars)
-    messages = {} if averaging is None else _messages(model, slots, averaging)
     usage = None
     if scalars.mesh.size() > 1 and not zero_bubble:
         usage = Usage(root, slots)
@@ -166,7 +166,11 @@ def shard(
     reshard = sharding.reshard if stage == 3 and not zero_bubble else False
     for module in parts:
         fully_shard(module, reshard_after_forward=_reshard(module, root, reshard), **options)
-    return Sharded(root, stage, scalars, usage, messages)
+    sharded = Sharded(root, stage, scalars, usage, model, slots, averaging)
+    if model is not root and model in set(root.modules()):  # not a pipeline stage of it
+        owners = [slot.owner for slot in slots.get(root, ())]
+        sharded.receive_visits(list(dict.fromkeys([model, *found, *owners])))
+    return sharded
 
 
 def _reshard(module: nn.Module, root: nn.Module, asked: bool | int | None) -> bool | int | None:
@@ -199,9 +203,9 @@ def _slots(parts: Sequence[nn.Module], scalars: Scalars) -> dict[nn.Module, list
 
 
 def _messages(
-    model: nn.Module, slots: dict[nn.Module, list[Slot]], averaging: Averaging
+    model: nn.Module, slots: Mapping[nn.Module, Sequence[Slot]], averaging: Averaging
 ) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
-    """How each part sums its gradients by ``averaging``; to be asked before anything is cut."""
+    """How each part sums the gradients of its trained parameters by ``averaging``."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {}
     for number, (part, held) in enumerate(slots.items()):
@@ -269,7 +273,9 @@ class Sharded:
         stage: int,
         scalars: Scalars,
         usage: Usage | None,
-        messages: Mapping[nn.Module, Callable[[Tensor], Tensor]],
+        model: nn.Module,
+        slots: Mapping[nn.Module, Sequence[Slot]],
+        averaging: Averaging | None,
     ) -> None:
         assert isinstance(root, FSDPModule)
         self.root, self.stage = root, stage
@@ -277,21 +283,56 @@ class Sharded:
         self._scalars = scalars
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._usage = usage
+        self._model, self._slots, self._averaging = model, slots, averaging
+        self._visits: Visits | None = None
+        self._in_step = self._is_gathered = False
         on_cpu = self.mesh.device_type == "cpu" and self.mesh.size() > 1
         if on_cpu and backend_by_device(self.mesh.get_group(0)).get("cpu") == "gloo":
             for unit in self._units:
                 unit.set_custom_reduce_scatter(ExchangeAndSum())  # type: ignore[arg-type]
                 unit.set_custom_all_gather(Gather())  # type: ignore[arg-type]
-        if self.mesh.size() > 1:
-            for part, message in messages.items():
-                assert isinstance(part, FSDPModule)
-                part.set_custom_reduce_scatter(SumBy(message))  # type: ignore[arg-type]
+        self._sum_by_averaging()
+
+    def _sum_by_averaging(self) -> None:
+        if self._averaging is None or self.mesh.size() == 1:
+            return
+        for part, message in _messages(self._model, self._slots, self._averaging).items():
+            assert isinstance(part, FSDPModule)
+            part.set_custom_reduce_scatter(SumBy(message))  # type: ignore[arg-type]
+
+    def receive_visits(self, doors: Sequence[nn.Module]) -> None:
+        """Let these modules be called while no step of the root is under way, too."""
+        self._visits = Visits(
+            self.root, doors, self._scalars, lambda: self._in_step or self._is_gathered
+        )
+
+    @torch.no_grad()
+    def follow_freezing(self) -> None:
+        """Train the parameters that require a gradient now, and no others. A collective."""
+        self.let_go()
+        inner = [unit for unit in self._units if unit is not self.root]
+        _check_can_be_cut(self.root, [*inner, self.root])
+        self._sum_by_averaging()
+        prepare_root(self.root)
+        for unit in self._units:
+            unit.unshard()  # which looks anew at what is trained; there is no other door to that
+            unit.reshard()
+
+    def let_go(self) -> None:
+        """Keep this rank's pieces alone: a forward without a backward leaves more gathered."""
+        if self._visits is not None:
+            self._visits.end()
+        for unit in self._units:
+            unit.reshard()
 
     def communicate(self, *, last: bool, counts: bool = True) -> None:
         """Call before each microbatch's forward; ``last`` says whether it ends the step.
 
         A microbatch that does not count (a placeholder) uses no parameter, whatever it touches.
         """
+        if not self._in_step:
+            self._forget_visits()
+            self._in_step = True
         root: FSDPModule = self.root
         root.set_is_last_backward(last)
         root.set_reshard_after_backward(last or self.stage == 3)
@@ -305,6 +346,7 @@ class Sharded:
     @torch.no_grad()
     def finish(self) -> None:
         """Call after the last backward of a step, before looking at gradients. A collective."""
+        self._in_step = False
         flags = [] if self._usage is None else self._usage.take()
         flags += self._scalars.used()
         if self.mesh.size() > 1 and flags:
@@ -319,8 +361,10 @@ class Sharded:
     @torch.no_grad()
     def reset(self) -> None:
         """Forget a step that failed half way: its gradients, and what it left gathered."""
+        self._in_step = False
         gathered = [] if self._usage is None else self._usage.forget()
         gathered += self.root.parameters()
+        prepare_root(self.root)  # what failed may have been the first step, before its root ran
         if hasattr(self.root, "reset_iter_state"):  # torch 2.13
             self.root.reset_iter_state()
         for unit in self._units:
@@ -328,6 +372,17 @@ class Sharded:
         self._scalars.stop()
         for parameter in (*gathered, *self.root.parameters()):
             parameter.grad = None
+
+    def _forget_visits(self) -> None:
+        """What visits have used, and the gradients they left, are no part of this step."""
+        if self._visits is None:
+            return
+        self._visits.end()
+        if self._visits.had_backward:
+            self._visits.had_backward = False
+            gathered = [] if self._usage is None else self._usage.forget()
+            for parameter in (*gathered, *self.root.parameters()):
+                parameter.grad = None
 
     def _anywhere(self, flags: list[bool]) -> list[bool]:
         """Which flags are set on any rank."""
@@ -344,11 +399,13 @@ class Sharded:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """The whole parameters in place, to call any part of the model. A collective."""
+        self._is_gathered = True
         for unit in self._units:
             unit.unshard()
         try:
             with self._scalars.in_place():
                 yield
         finally:
+            self._is_gathered = False
             for unit in self._units:
                 unit.reshard()

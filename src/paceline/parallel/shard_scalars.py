@@ -92,6 +92,11 @@ class Scalars:
                 gradient.clone(), like.device_mesh, like.placements, run_check=False
             )
 
+    def start(self) -> None:
+        """Let the model compute with them."""
+        for scalar in self._all:
+            scalar.start()
+
     def stop(self) -> None:
         """Put the optimizer's parameters back, without gradients."""
         for scalar in self._all:
@@ -101,8 +106,7 @@ class Scalars:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """What the model computes with, where it looks for it."""
-        for scalar in self._all:
-            scalar.start()
+        self.start()
         try:
             yield
         finally:
@@ -110,8 +114,7 @@ class Scalars:
                 scalar.stop()
 
     def _before_forward(self, root: nn.Module, args: Any) -> None:
-        for scalar in self._all:
-            scalar.start()
+        self.start()
 
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         # With a backward to come they stay until the step ends: it may compute parts again.

@@ -107,7 +107,9 @@ class Spread:
         self.follow_freezing()
 
     def follow_freezing(self) -> None:
-        """Wrap the module anew after parameters were frozen: DDP averages those it was shown."""
+        """Train other parameters than before: DDP and FSDP know those they were shown."""
+        for sharded in self._sharded:
+            sharded.follow_freezing()
         if isinstance(self.module, DistributedDataParallel):
             inner = self.module.module
             self.module = inner  # takes its hooks off the parameters before new ones are put on
@@ -116,10 +118,14 @@ class Spread:
                 self.world.device,
                 self._averaging,
                 bucket_mib=self._bucket_mib,
-                sync=False,
             )
         if self._averaging is not None:
             self._averaging.rewired()
+
+    def let_go(self) -> None:
+        """Keep this rank's own part alone, after forwards without a backward."""
+        for sharded in self._sharded:
+            sharded.let_go()
 
     def reset(self) -> None:
         """Forget a step that failed half way."""
@@ -192,6 +198,13 @@ def data_group(world: World, layout: Layout) -> Group:
 def stage_group(world: World, layout: Layout) -> Group:
     """The ranks that see the same samples and hold other pipeline stages."""
     return _axis_group(world, layout, lambda place: (place.dp, place.cp, place.tp))
+
+
+def stage_holders(world: World, layout: Layout) -> Group:
+    """The ranks that hold parts of the same modules: all of them, but for other pipeline stages."""
+    if layout.pp == 1:
+        return world.everyone
+    return _axis_group(world, layout, lambda place: (place.pp,))
 
 
 def data_ranks(world: World, layout: Layout) -> list[tuple[int, ...]]:

@@ -135,6 +135,7 @@ def engine_options(config: Config, train: Any, layout: Layout | None = None) -> 
         compress=config.compress.options(),
         local_steps=config.local_steps.options(),
         reduction=config.reduction.options(),
+        initial_weights=config.initial_weights,
     )
 
 

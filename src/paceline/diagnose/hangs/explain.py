@@ -142,12 +142,23 @@ def mismatch_summary(mismatch: Mismatch) -> str:
 def mismatch_detail(mismatch: Mismatch, *, hangs: bool) -> str:
     """The same with every rank, and what comes of it."""
     lines = [f"  rank {rank}: {said}" for rank, said in sorted(mismatch.said.items())]
-    after = (
-        "They cannot meet."
-        if hangs
-        else "Nothing hangs, but what such a call returns is not what either rank means."
-    )
+    after = "They cannot meet." if hangs else _after_mismatch(mismatch)
     return "\n".join([mismatch_summary(mismatch), *lines, after])
+
+
+def _after_mismatch(mismatch: Mismatch) -> str:
+    """What is known to come of it when it is first seen: whether it hangs shows later."""
+    still_there = sorted(set(mismatch.said) - mismatch.gone_on)
+    if still_there:
+        have = "has" if len(still_there) == 1 else "have"
+        return (
+            f"{ranks_text(still_there).capitalize()} {have} not gone on from it so far: it may "
+            "hang. If it ends, what it returns is not what either rank means."
+        )
+    return (
+        "All of them have gone on from it. What such a call returns is not what either rank means, "
+        "and later ones may wait for calls that never come."
+    )
 
 
 def last_words(last: Sequence[Call], neighbours: Sequence[Report]) -> str:

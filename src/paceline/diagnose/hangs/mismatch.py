@@ -25,11 +25,15 @@ _KEPT = 4096
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first number at which members of a group made different calls; words by rank."""
+    """The first number at which members of a group made different calls; words by rank.
+
+    ``gone_on`` are the ranks that have begun a later call of the group.
+    """
 
     key: GroupKey
     number: int
     said: dict[int, str]
+    gone_on: frozenset[int] = frozenset()
 
     @property
     def ranks(self) -> list[int]:
@@ -130,8 +134,10 @@ class Comparison:
         return changed
 
     def _compare(self, key: GroupKey) -> Mismatch | None:
-        for number, by_rank in sorted(self._calls[key].items()):
+        calls = self._calls[key]
+        for number, by_rank in sorted(calls.items()):
             if len({must for must, _ in by_rank.values()}) > 1:
                 said = {rank: words for rank, (_, words) in sorted(by_rank.items())}
-                return Mismatch(key, number, said)
+                later = (rank for n, ranks in calls.items() if n > number for rank in ranks)
+                return Mismatch(key, number, said, frozenset(later))
         return None

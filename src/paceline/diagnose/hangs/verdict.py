@@ -83,7 +83,7 @@ def judge(reports: Mapping[int, Report], limit: float) -> Finding | None:
 
 
 def judge_mismatch(mismatch: Mismatch, step: int | None) -> Finding:
-    """Ranks were seen to make different calls, although nothing hangs."""
+    """Ranks were seen to make different calls; whether that hangs is not known yet."""
     summary = explain.mismatch_summary(mismatch)
     return Finding(
         what="mismatch",

@@ -1,0 +1,160 @@
+"""Freezing and unfreezing between steps is followed on every layout, as on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paceline
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (8,), generator=generator)
+
+
+def share_of(whole: Any, layout: Any) -> Any:
+    place = layout.place(paceline.World.current().rank)
+    start, stop = paceline.data.share(len(whole[0]), place.dp, layout.dp)
+    return tuple(t[start:stop] for t in whole)
+
+
+def make_engine(layout: str, **options: Any) -> paceline.Engine:
+    torch.manual_seed(0)
+    model = Model().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    for part in (model.stem, model.blocks[0]):
+        part.requires_grad_(False)
+    return paceline.Engine(
+        model, loss=F.cross_entropy, optimizer=optimizer, layout=layout, **options
+    )
+
+
+def change(engine: paceline.Engine, step: int) -> None:
+    """Unfreezes a whole unit and a part of one, freezes another, and back."""
+    model = engine.model
+    if step == 1:
+        model.blocks[0].requires_grad_(True)
+        model.stem.bias.requires_grad_(True)
+    if step == 3:
+        model.blocks[1].requires_grad_(False)
+        model.head.bias.requires_grad_(False)
+        model.stem.requires_grad_(True)
+    if step == 4:
+        model.blocks[1].requires_grad_(True)
+
+
+def train(layout: str, **options: Any) -> tuple[dict[str, Tensor], dict[Any, Any]]:
+    engine = make_engine(layout, **options)
+    for step in range(6):
+        change(engine, step)
+        engine.step(share_of(batch(step), engine.layout))
+    return engine.whole_parameters(), engine.state_dict()["optimizer"]["state"]
+
+
+LAYOUTS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.world(2)
+def test_two_ranks_follow(layout: str, ranks: Any) -> None:
+    _compare(ranks(train, layout)[1])
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=4,zero=3,replicas=2", "dp=2,zero=2,pp=2", "dp=2,zero=3,tp=2"]
+)
+@pytest.mark.world(4)
+def test_four_ranks_follow(layout: str, ranks: Any) -> None:
+    _compare(ranks(train, layout)[3])
+
+
+def _compare(found: tuple[dict[str, Tensor], dict[Any, Any]]) -> None:
+    (parameters, state), (expected, expected_state) = found, train("dp=1")
+    for name, value in expected.items():
+        torch.testing.assert_close(parameters[name], value, rtol=1e-8, atol=1e-9, msg=name)
+    assert state.keys() == expected_state.keys()
+    for number, entry in expected_state.items():
+        torch.testing.assert_close(state[number], entry, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=2"])
+@pytest.mark.world(2)
+def test_compressed_gradients_follow(layout: str, ranks: Any) -> None:
+    parameters, _ = ranks(lambda: train(layout, compress="fp16"))[0]
+    for name, value in train("dp=1")[0].items():
+        torch.testing.assert_close(parameters[name], value, rtol=0.02, atol=0.02, msg=name)
+
+
+@pytest.mark.world(2)
+def test_what_was_unfrozen_goes_through_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    def job(layout: str, folder: str, steps: int, restore: bool) -> dict[str, Tensor]:
+        engine = make_engine(layout)
+        with paceline.Checkpoints(folder, engine) as checkpoints:
+            if restore:
+                checkpoints.restore()
+                for step in range(engine.steps_done):
+                    change(engine, step)
+            for step in range(engine.steps_done, steps):
+                change(engine, step)
+                engine.step(share_of(batch(step), engine.layout))
+            checkpoints.save(wait=True)
+        return engine.whole_parameters()
+
+    folder = str(tmp_path / "checkpoints")
+    ranks(job, "dp=2,zero=3", folder, 2, False)
+    found = ranks(job, "dp=2,zero=1", folder, 6, True)[1]
+    for name, value in train("dp=1")[0].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])
+@pytest.mark.world(2)
+def test_parameters_that_join_the_optimizer_later_are_saved_with_it(
+    layout: str, ranks: Any, tmp_path: Path
+) -> None:
+    def job(layout: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        torch.manual_seed(0)
+        model = Model().double()
+        model.stem.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.05)
+        engine = paceline.Engine(model, loss=F.cross_entropy, optimizer=optimizer, layout=layout)
+        for step in range(4):
+            if step == 2:
+                engine.model.stem.requires_grad_(True)
+                late = list(engine.model.stem.parameters())
+                engine.optimizer.add_param_group({"params": late, "lr": 0.01})
+            engine.step(share_of(batch(step), engine.layout))
+        with paceline.Checkpoints(folder, engine) as checkpoints:
+            checkpoints.save(wait=True)
+        return engine.whole_parameters(), engine.state_dict()["optimizer"]
+
+    parameters, saved = ranks(job, layout, str(tmp_path / "spread"))[1]
+    expected, expected_saved = job("dp=1", str(tmp_path / "alone"))
+    for name, value in expected.items():
+        torch.testing.assert_close(parameters[name], value, rtol=1e-8, atol=1e-9, msg=name)
+    assert [g["params"] for g in saved["param_groups"]] == [
+        g["params"] for g in expected_saved["param_groups"]
+    ]
+    assert saved["state"].keys() == expected_saved["state"].keys()
