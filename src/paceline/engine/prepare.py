@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch.utils.data import DataLoader
 
 from paceline.data import Loader, Share, from_dataloader
 from paceline.engine.arguments import check_model
-from paceline.engine.batch import batch_size, move, placeholder
+from paceline.engine.batch import batch_size, move, placeholder, split_into
 from paceline.engine.checks import check_optimizer
 from paceline.engine.repoint import Groups, Held
 from paceline.errors import DataError
 from paceline.layout import Layout
+from paceline.layout.batch import BatchSizes
 from paceline.parallel.compose import Ways, check_layout, shard_root, spread
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.shard import Sharding
@@ -35,6 +37,9 @@ def prepare(
     layout: str | Layout = "auto",
     seed: int = 0,
     sharding: Sharding | None = None,
+    global_batch: int | None = None,
+    per_device_batch: int | None = None,
+    accumulate: int | None = None,
 ) -> tuple[nn.Module, Optimizer, PreparedLoader | None]:
     """Spread ``model`` and ``loader`` over the world; train them by your own loop.
 
@@ -48,7 +53,9 @@ def prepare(
     and ``clip_grad_norm_`` work with.
 
     The returned loader yields this rank's share of each global batch, on its device. A torch
-    ``DataLoader``'s batch size is taken as the *global* batch. ``seed`` orders its samples.
+    ``DataLoader``'s batch size is taken as the *global* batch, or with ``per_device_batch`` as that
+    of each data-parallel rank. ``seed`` orders its samples. With ``accumulate`` the loader yields
+    each share in that many parts: see :class:`PreparedLoader`.
 
     Clipping, precision and loss averaging stay yours: :class:`paceline.Engine` does them for you.
     """
@@ -58,12 +65,15 @@ def prepare(
     layout.check_world(world.size)
     ways = Ways(sharding=sharding or Sharding())
     check_layout(layout, ways, own_loop=True)
-    world.layout = layout
     check_optimizer(optimizer, model)
     groups = Groups(optimizer, model)
     if not layout.zero:  # else sharding moves what each rank keeps
         model.to(world.device)
-    prepared = None if loader is None else PreparedLoader(_as_loader(loader, seed), model, world)
+    prepared = None
+    sizes = BatchSizes(global_batch, per_device_batch, accumulate)
+    if loader is not None:
+        own = _as_loader(loader, seed, layout, sizes)
+        prepared = PreparedLoader(own, model, world)
     if layout.zero:
         groups.repoint(optimizer, _shard(model, optimizer, layout, world, ways, prepared))
         return model, optimizer, prepared
@@ -128,12 +138,22 @@ class _Weighted(torch.autograd.Function):
 
 
 class PreparedLoader:
-    """A loader for a hand-written loop: batches on the device, never without a sample."""
+    """A loader for a hand-written loop: batches on the device, never without a sample.
+
+    With ``accumulate`` parts to a step, multiply each loss by :attr:`weight`, have all backwards
+    but that of the part which :attr:`ends_step` under ``model.no_sync()``, and step the optimizer
+    after that one: the gradient is that of the mean over the global batch.
+    """
 
     def __init__(self, loader: Loader, model: nn.Module, world: World) -> None:
         self.loader = loader
+        self.weight = 1.0
+        """What the loss of the part last yielded counts for in that of this rank's share."""
+        self.ends_step = True
+        """Whether the part last yielded is the last one of its global batch."""
         self._model = model
         self._world = world
+        loader.expect_all_ranks()
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
@@ -141,11 +161,25 @@ class PreparedLoader:
                 sync_buffers(self._model, self._world.everyone)
             # A rank without samples still has to run its backward: it gets one sample of zeros,
             # whose gradient counts for nothing.
-            own = batch if batch_size(batch) else placeholder(batch)
-            yield move(own, self._world.device)
+            samples = batch_size(batch)
+            own = batch if samples else placeholder(batch)
+            passes = self.accumulate
+            parts = split_into(own, min(passes, max(samples, 1))) if passes > 1 else [own]
+            # Every rank runs as many backwards: the first part again, which counts for nothing.
+            missing = passes - len(parts)
+            sizes = [batch_size(part) for part in parts]
+            weights = [size / sum(sizes) for size in sizes] + [0.0] * missing
+            for index, part in enumerate(parts + parts[:1] * missing):
+                self.weight, self.ends_step = weights[index], index == passes - 1
+                yield move(part, self._world.device)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.loader) * self.accumulate
+
+    @property
+    def accumulate(self) -> int:
+        """In how many parts each share of a global batch comes."""
+        return self.loader.passes
 
     @property
     def share(self) -> Share | None:
@@ -181,12 +215,31 @@ def _average(weights: _Weights, bucket: Any) -> torch.futures.Future[Tensor]:
     return future.then(lambda done: done.value()[0])
 
 
-def _as_loader(loader: Loader | DataLoader[Any], seed: int) -> Loader:
+def _as_loader(
+    loader: Loader | DataLoader[Any], seed: int, layout: Layout, sizes: BatchSizes
+) -> Loader:
     if isinstance(loader, Loader):
+        loader.follow(layout)
+        _check_sizes(loader, sizes, layout)
         return loader
     if isinstance(loader, DataLoader):
-        return from_dataloader(loader, seed=seed)
+        return from_dataloader(loader, seed=seed, layout=layout, **sizes.stated())
     raise DataError(
         f"loader must come from paceline.loader(...) or be a torch DataLoader, not "
         f"{type(loader).__name__}."
     )
+
+
+def _check_sizes(loader: Loader, sizes: BatchSizes, layout: Layout) -> None:
+    """A loader has its own sizes: what is said here may only repeat them."""
+    if not any(sizes.stated().values()):
+        return
+    own = BatchSizes(loader.global_batch, microbatch=loader.microbatch)
+    said = replace(sizes, global_batch=sizes.global_batch or own.global_batch).on(layout.dp)
+    if said.global_batch != own.global_batch or said.microbatch not in (None, own.microbatch):
+        told = ", ".join(f"{name}={value}" for name, value in sizes.stated().items() if value)
+        raise DataError(
+            f"prepare({told}): the loader already has global_batch={own.global_batch}"
+            f"{'' if own.microbatch is None else f' in passes of {own.microbatch}'} on each rank's "
+            f"share. Say it to paceline.loader(...) alone."
+        )

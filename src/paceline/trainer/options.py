@@ -17,6 +17,7 @@ class DataOptions:
     """How batches are drawn; :func:`paceline.loader` explains each.
 
     ``shuffle`` is about the training data; ``None`` shuffles it unless it comes as a stream.
+    ``sharded_by_rank`` is about data that comes as a stream.
     """
 
     workers: int = 0
@@ -24,6 +25,8 @@ class DataOptions:
     drop_last: bool = False
     pin_memory: bool | None = None
     collate_fn: Callable[..., Any] | None = None
+    sharded_by_rank: bool = False
+    compare: bool = True
 
     def __post_init__(self) -> None:
         check_count("DataOptions", "workers", 0 if self.workers is None else self.workers, least=0)
