@@ -72,7 +72,7 @@ class Loader:
         Refused where the loader was made with another ``layout``.
         """
         if self._sharing.layout is not None:
-            check_shares(self._sharing.layout, layout)
+            check_shares("the loader was made", self._sharing.layout, layout)
         else:
             self._layout = layout
 
@@ -329,6 +329,8 @@ class Loader:
         """Go on with the global batch of the state, whatever it would be on these ranks."""
         here = self._global_batch
         self._recorded_batch, self._bound = recorded, None
+        if self._sharing.fixed is not None:
+            self._bind(*self._sharing.fixed)
         self._ready()
         self._note = (
             f"the run goes on with global_batch={recorded}, as it began; per_device_batch and "

@@ -33,19 +33,23 @@ def check_origin(batch: Any, layout: Layout) -> None:
     tensor = _first_tensor(batch)
     known = None if tensor is None else _origins.get(id(tensor))
     if known is not None and known[0]() is tensor:
-        check_shares(known[1], layout)
+        check_shares("the batch was cut", known[1], layout)
 
 
-def check_shares(cut_for: Layout, layout: Layout) -> None:
+def check_shares(what: str, cut_for: Layout, layout: Layout) -> None:
     """Raise on all ranks alike unless both layouts give every rank the same share of a batch."""
     if cut_for == layout or _shares(cut_for) == _shares(layout):
         return
     raise DataError(
-        f"the batch was cut for layout {str(cut_for)!r} (a share for each of {cut_for.dp} "
-        f"data-parallel ranks), but the engine has layout {str(layout)!r} ({layout.dp} "
-        "data-parallel ranks), where samples would be lost or count twice. Make the loader with "
-        "paceline.loader(..., layout=engine.layout): one loader for each layout."
+        f"{what} for layout {str(cut_for)!r}, in shares for {_ranks(cut_for)}, but the engine "
+        f"has layout {str(layout)!r} with {_ranks(layout)}, where samples would be lost or count "
+        "twice. Make the loader with paceline.loader(..., layout=engine.layout): one loader for "
+        "each layout."
     )
+
+
+def _ranks(layout: Layout) -> str:
+    return f"{layout.dp} data-parallel rank{'' if layout.dp == 1 else 's'}"
 
 
 @functools.lru_cache(maxsize=64)
