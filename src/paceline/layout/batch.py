@@ -37,20 +37,11 @@ class BatchSizes:
                 f"per_device_batch={device} and microbatch={micro} both say how many samples go "
                 "through the model of one rank at once. Give one of them."
             )
-        if self.accumulate is not None and not self.says_global:
-            raise DataError(
-                f"accumulate={self.accumulate} alone does not say how many samples a step takes: "
-                "give per_device_batch (samples a rank puts through the model at once) or "
-                "global_batch (samples of a step over all ranks) with it."
-            )
 
     @property
     def says_global(self) -> bool:
         """Whether the samples of a step follow from what was said."""
-        per_pass = self.per_device_batch is not None or (
-            self.accumulate is not None and self.microbatch is not None
-        )
-        return self.global_batch is not None or per_pass
+        return self.global_batch is not None or self._device is not None
 
     @property
     def follows_ranks(self) -> bool:
@@ -59,8 +50,15 @@ class BatchSizes:
 
     def stated(self) -> dict[str, int | None]:
         """What :func:`paceline.loader` takes of it, by name."""
-        names = ("global_batch", "per_device_batch", "accumulate")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "global_batch": self.global_batch,
+            "per_device_batch": self._device,
+            "accumulate": self.accumulate,
+        }
+
+    @property
+    def _device(self) -> int | None:
+        return self.per_device_batch or (None if self.accumulate is None else self.microbatch)
 
     def on(self, ranks: int, *, exact: bool = True) -> BatchSizes:
         """The sizes on ``ranks`` data-parallel ranks: the global batch, and the bound on a pass.
@@ -68,8 +66,14 @@ class BatchSizes:
         Numbers that contradict each other are refused. With ``exact=False`` (a run that goes on
         with other ranks) the global batch stands, and passes follow from it.
         """
+        if self.accumulate is not None and not self.says_global:
+            raise DataError(
+                f"accumulate={self.accumulate} alone does not say how many samples a step takes: "
+                "give per_device_batch (samples a rank puts through the model at once) or "
+                "global_batch (samples of a step over all ranks) with it."
+            )
         total, accumulate = self.global_batch, self.accumulate
-        device = self.per_device_batch or (None if accumulate is None else self.microbatch)
+        device = self._device
         if device is None:
             if accumulate is None or total is None:
                 return self

@@ -280,19 +280,21 @@ class Trainer:
     def _engine_options(self, train: Any, world: World, *, goes_on: bool) -> EngineOptions:
         """Those of the engine, with the bound on a pass that the sizes of a batch come to."""
         options = self.engine_options
+        layout = Layout.parse(options.get("layout", DEFAULTS["layout"]), world_size=world.size)
         if isinstance(train, Loader):
             if self.batch.per_device_batch is not None or self.batch.accumulate is not None:
                 raise DataError(
                     "fit(train=Loader): the Loader has its own batch. Say per_device_batch and "
                     "accumulate to paceline.loader(...), not to the Trainer."
                 )
+            train.follow(layout)
+            micro = train.microbatch
+        else:
+            micro = sizes_over(train, self.batch).on(layout.dp, exact=not goes_on).microbatch
+        if micro is None:
             return options
-        layout = options.get("layout", DEFAULTS["layout"])
-        ranks = Layout.parse(layout, world_size=world.size).dp
-        micro = sizes_over(train, self.batch).on(ranks, exact=not goes_on).microbatch
-        own = options.get("microbatch")
-        BatchSizes(per_device_batch=micro, microbatch=own if micro is not None else None)
-        return options if micro is None else EngineOptions(**{**options, "microbatch": micro})
+        BatchSizes(per_device_batch=micro, microbatch=options.get("microbatch"))  # they agree
+        return EngineOptions(**{**options, "microbatch": micro})
 
     def _loader(self, data: Any, name: str) -> Loader:
         training = name == "train"
