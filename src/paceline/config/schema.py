@@ -184,9 +184,11 @@ class Batch(Section):
     @classmethod
     def _without_global(cls, data: Any, handler: ModelWrapValidatorHandler[Batch]) -> Batch:
         """Without a global batch of its own it is, until the ranks are known, that of one rank."""
-        given = data if isinstance(data, Mapping) else {}
-        passes = given.get("accumulate") or 1
-        each = given.get("per_device_batch") or (passes > 1 and given.get("microbatch"))
+        given: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
+        passes: Any = given.get("accumulate") or 1
+        each: Any = given.get("per_device_batch")
+        if each is None and given.get("accumulate") is not None:
+            each = given.get("microbatch")
         follows = not given.get("global_batch") and type(each) is int and type(passes) is int
         made = handler({**given, "global_batch": max(each * passes, 1)} if follows else data)
         made._follows_ranks = made._follows_ranks or follows

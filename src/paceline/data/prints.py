@@ -16,7 +16,7 @@ import xxhash
 
 _ELEMENTS = 16
 """Values kept of a tensor or array, spread over it."""
-_SUMMED = 1 << 16
+_SUMMED = 1 << 12
 """Elements of a large tensor whose sum is kept as well."""
 _ITEMS = 32
 """Items looked into in one list: a long one of numbers is told by its ends and its length."""

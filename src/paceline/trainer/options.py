@@ -30,7 +30,12 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         check_count("DataOptions", "workers", 0 if self.workers is None else self.workers, least=0)
-        check_switches("DataOptions: ", drop_last=self.drop_last)
+        check_switches(
+            "DataOptions: ",
+            drop_last=self.drop_last,
+            sharded_by_rank=self.sharded_by_rank,
+            compare=self.compare,
+        )
         for name in ("shuffle", "pin_memory"):
             if (value := getattr(self, name)) is not None:
                 check_switches("DataOptions: ", **{name: value})
