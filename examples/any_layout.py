@@ -23,8 +23,9 @@ def train(layout: str) -> tuple[list[float], int]:
     )
     tokens = torch.randint(0, 64, (48, 17), generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
-    # The loader follows the engine's layout: tensor- and pipeline-parallel peers share samples.
-    losses = [engine.step(batch).loss for batch in paceline.loader(dataset, global_batch=16)]
+    # Shares for the engine's layout: tensor- and pipeline-parallel peers get the same samples.
+    batches = paceline.loader(dataset, global_batch=16, layout=engine.layout)
+    losses = [engine.step(batch).loss for batch in batches]
     memory = engine.memory()[engine.world.rank]
     return losses, memory.parameters + memory.optimizer
 

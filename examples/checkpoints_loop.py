@@ -24,7 +24,7 @@ def train(layout: str, folder: str, until: int) -> tuple[int, list[float]]:
     )
     tokens = torch.randint(0, 64, (96, 17), generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
-    loader = paceline.loader(dataset, global_batch=16)
+    loader = paceline.loader(dataset, global_batch=16, layout=engine.layout)
     losses = []
     with paceline.Checkpoints(folder, engine, loader=loader) as checkpoints:
         restored = checkpoints.restore()

@@ -35,7 +35,8 @@ STREAM = {"kind": "stream", "seed": 0, "position": 3, "epoch": 0, "offset": 3}
 WRONG = [
     (
         lambda: loader(range(10)),
-        "global_batch is missing: say how many samples one step takes, like 64.",
+        "global_batch is missing: say how many samples one step takes, like 64, or give "
+        "per_device_batch, those that one rank puts through the model at once.",
     ),
     (
         lambda: make(global_batch=0),

@@ -245,7 +245,7 @@ def test_ready_made_batches_by_index() -> None:
             ),
             "the DataLoader has a DistributedSampler, which gives each rank other samples; "
             "Paceline cuts each global batch itself. Make the DataLoader with shuffle=True and the "
-            "global batch as its batch_size.",
+            "global batch as its batch_size, or pass per_device_batch with that of one rank.",
         ),
         (
             lambda: loader(DataLoader(Stream(), num_workers=2), rank=0, size=1),
@@ -261,7 +261,7 @@ def test_ready_made_batches_by_index() -> None:
         (
             lambda: loader(DataLoader(DATA, batch_size=4), global_batch=0, rank=0, size=1),
             "global_batch=0 must be a whole number, 1 or more: it is the number of samples a step "
-            "takes.",
+            "takes over all ranks.",
         ),
         (
             lambda: loader(DataLoader([], batch_size=4), rank=0, size=1),

@@ -428,7 +428,8 @@ WRONG = {
             dataset(), steps=1),
         DataError,
         "fit(train=…) got a TensorDataset: pass global_batch= to the Trainer, the samples per "
-        "optimizer step over all ranks."),
+        "optimizer step over all ranks, or per_device_batch=, those that one rank puts through "
+        "the model at once."),
 }  # fmt: skip
 
 

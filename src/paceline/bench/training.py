@@ -71,6 +71,8 @@ class Training:
             workers=options.workers,
             pin_memory=options.pin_memory,
             layout=self.engine.layout,
+            sharded_by_rank=options.sharded_by_rank,
+            compare=options.compare,
         )
 
     @property

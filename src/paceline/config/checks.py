@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
@@ -22,9 +23,10 @@ from paceline.config.schema import Config
 from paceline.config.secrets import Secret, references
 from paceline.config.sources import Path
 from paceline.config.targets import UNKNOWN, Callee, argument_problems, look_up
-from paceline.errors import ConfigError, LayoutError
+from paceline.errors import ConfigError, DataError, LayoutError
 from paceline.layout import Layout
 
+_BATCH_KEYS = ("global_batch", "per_device_batch", "accumulate", "microbatch")
 _RANK_KEYS: tuple[Path, ...] = (("layout",), ("launch", "nproc"))
 
 Problems = Iterator[tuple[Path, str]]
@@ -214,7 +216,22 @@ def _batch(config: Config, gpus: int) -> Problems:
         dp = Layout.parse(config.layout, world_size=world_of(config, gpus)).dp
     except LayoutError:
         return  # said by _ranks
-    total = config.batch.global_batch
+    keys = [("batch", name) for name in _BATCH_KEYS]
+    try:
+        batch = config.batch.on(dp)
+    except DataError as error:
+        named = re.sub(rf"\b({'|'.join(_BATCH_KEYS)})\b", r"batch.\1", str(error))
+        yield config._sources.culprit(*keys, *_RANK_KEYS), named.removesuffix(".")
+        return
+    least, most = node_range(config.launch.nnodes)
+    if config.batch.sizes.follows_ranks and least != most:
+        yield (
+            config._sources.culprit(*keys[1:]),
+            f"batch.per_device_batch with launch.nnodes={config.launch.nnodes}: the number of "
+            "ranks is open, and the batch of a step would be, too; give batch.global_batch, and "
+            "batch.microbatch for what goes through the model at once",
+        )
+    total = batch.global_batch
     if total < dp:
         yield (
             config._sources.culprit(("batch", "global_batch"), *_RANK_KEYS),

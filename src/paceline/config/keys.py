@@ -18,7 +18,7 @@ from paceline.config.schema import Config
 from paceline.config.sources import Path
 
 _ELSEWHERE = {
-    "accumulate_grad_batches": "batch.microbatch",
+    "accumulate_grad_batches": "batch.accumulate",
     "amp": "precision",
     "batch_size": "batch.global_batch",
     "betas": "optimizer.args.betas",
@@ -34,9 +34,9 @@ _ELSEWHERE = {
     "experiment_name": "track.mlflow.experiment",
     "fp16": "precision",
     "global_batch_size": "batch.global_batch",
-    "grad_accum_steps": "batch.microbatch",
+    "grad_accum_steps": "batch.accumulate",
     "grad_clip": "train.clip_norm",
-    "gradient_accumulation_steps": "batch.microbatch",
+    "gradient_accumulation_steps": "batch.accumulate",
     "gradient_clip_val": "train.clip_norm",
     "gradient_clipping": "train.clip_norm",
     "iterations": "train.steps",
@@ -62,7 +62,7 @@ _ELSEWHERE = {
     "optim": "optimizer",
     "output_dir": "track.run_dir",
     "parallelism": "layout",
-    "per_device_train_batch_size": "batch.microbatch",
+    "per_device_train_batch_size": "batch.per_device_batch",
     "save_dir": "track.run_dir",
     "save_every": "checkpoint.every",
     "save_interval": "checkpoint.every",
@@ -74,7 +74,7 @@ _ELSEWHERE = {
     "torch_compile": "compile",
     "total_steps": "train.steps",
     "train_batch_size": "batch.global_batch",
-    "train_micro_batch_size_per_gpu": "batch.microbatch",
+    "train_micro_batch_size_per_gpu": "batch.per_device_batch",
     "trainer": "train",
     "training": "train",
     "val_check_interval": "train.eval_every",
@@ -109,15 +109,11 @@ _IN_SECTION = {
 """What other frameworks call a key of the same section."""
 
 
-_ACCUMULATION = "a rank's share of the batch is accumulated over microbatches of this size"
 _NOTES = {
-    "accumulate_grad_batches": _ACCUMULATION,
     "amp": "like precision: bf16",
-    "batch_size": "samples per step over all ranks",
+    "batch_size": "samples per step over all ranks; batch.per_device_batch: on each of them",
     "bf16": "like precision: bf16",
     "fp16": "like precision: fp16",
-    "grad_accum_steps": _ACCUMULATION,
-    "gradient_accumulation_steps": _ACCUMULATION,
     "min_lr": "a fraction of the full rate",
     "warmup_ratio": "a number of steps",
 }

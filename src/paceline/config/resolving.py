@@ -40,7 +40,7 @@ def world_of(config: Config, gpus: int) -> int:
 
 
 def resolve(config: Config, *, devices: int | None = None) -> Config:
-    """``config`` with ``launch.nproc`` and ``layout`` as a number and a full layout.
+    """``config`` with ``launch.nproc``, ``layout`` and the batch as numbers and a full layout.
 
     The layout is that of all machines together, when as many as ``launch.nnodes`` allows are
     there. ``devices`` is the number of GPUs, counted on this machine when ``None``. Raises
@@ -52,7 +52,9 @@ def resolve(config: Config, *, devices: int | None = None) -> Config:
     layout = Layout.parse(config.layout, world_size=world_size)
     layout.check_world(world_size)
     launch = config.launch.model_copy(update={"nproc": nproc})
-    return config.model_copy(update={"layout": str(layout), "launch": launch})
+    # Fixed here, for as long as the run lives: with other ranks it goes on with the same batch.
+    batch = config.batch.on(layout.dp)
+    return config.model_copy(update={"layout": str(layout), "launch": launch, "batch": batch})
 
 
 def learning_rate(config: Config) -> float:

@@ -15,7 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 
 from paceline.config import demo
 from paceline.config.fields import (
@@ -35,6 +41,7 @@ from paceline.config.fields import (
 from paceline.config.sections import Section
 from paceline.config.sources import Sources
 from paceline.config.wire import CompressSection, LocalStepsSection, ReductionSection
+from paceline.layout.batch import BatchSizes
 from paceline.layout.schedules import SCHEDULES
 
 
@@ -87,6 +94,13 @@ class Data(Section):
     )
     pin_memory: bool | None = Field(
         default=None, description="Load into page-locked memory; null: when training on a GPU."
+    )
+    sharded_by_rank: bool = Field(
+        default=False,
+        description="The data is a stream that gives each data-parallel rank samples of its own.",
+    )
+    compare: bool = Field(
+        default=True, description="Ranks compare what they read, and stop where it differs."
     )
 
     @model_validator(mode="before")
@@ -155,6 +169,41 @@ class Batch(Section):
         description="Samples per forward pass on one rank; gradients accumulate over as many "
         "passes as the rank's share needs. null: the whole share at once.",
     )
+    per_device_batch: Positive | None = Field(
+        default=None,
+        description="Instead of global_batch: samples per forward pass on one rank. global_batch "
+        "is then per_device_batch × data-parallel ranks × accumulate.",
+    )
+    accumulate: Positive | None = Field(
+        default=None, description="Forward passes whose gradients make one step, on each rank."
+    )
+
+    _follows_ranks: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _without_global(cls, data: Any, handler: ModelWrapValidatorHandler[Batch]) -> Batch:
+        """Without a global batch of its own it is, until the ranks are known, that of one rank."""
+        given: Mapping[str, Any] = data if isinstance(data, Mapping) else {}
+        passes: Any = given.get("accumulate") or 1
+        each: Any = given.get("per_device_batch")
+        if each is None and given.get("accumulate") is not None:
+            each = given.get("microbatch")
+        follows = not given.get("global_batch") and type(each) is int and type(passes) is int
+        made = handler({**given, "global_batch": max(each * passes, 1)} if follows else data)
+        made._follows_ranks = made._follows_ranks or follows
+        return made
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """What was said of the batch; ``sizes.on(ranks)`` is what it comes to."""
+        total = None if self._follows_ranks else self.global_batch
+        return BatchSizes(total, self.per_device_batch, self.accumulate, self.microbatch)
+
+    def on(self, ranks: int) -> Batch:
+        """The batch with its global size, on so many data-parallel ranks."""
+        sizes = self.sizes.on(ranks)
+        return Batch(global_batch=sizes.global_batch or 1, microbatch=sizes.microbatch)
 
 
 class Sharding(Section):

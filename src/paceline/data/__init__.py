@@ -1,6 +1,6 @@
 """Data: the global order, the loader that walks it, and text that every machine has."""
 
-from paceline.data.build import from_dataloader, loader
+from paceline.data.build import from_dataloader, loader, sizes_over
 from paceline.data.loader import Loader
 from paceline.data.order import Order
 from paceline.data.slices import Share, share, steps_per_epoch
@@ -14,6 +14,7 @@ __all__ = [
     "from_dataloader",
     "loader",
     "share",
+    "sizes_over",
     "stdlib_source",
     "steps_per_epoch",
     "unigram_loss",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,21 +18,31 @@ from torch.utils.data import (
 )
 
 from paceline.data.checks import check_rank, whole_number
-from paceline.data.loader import Loader
+from paceline.data.loader import Loader, Sharing
 from paceline.data.mapped import OrderSource
 from paceline.data.order import Order
+from paceline.data.rank_streams import RankStreamSource
 from paceline.data.sampled import SamplerSource, length
 from paceline.data.slices import Cut
-from paceline.data.source import Collate, Fetching
+from paceline.data.source import Collate, Fetching, Source
 from paceline.data.streams import BatchSource, StreamSource
 from paceline.errors import DataError
 from paceline.layout import Layout
+from paceline.layout.batch import BatchSizes
+from paceline.world import World
+
+_NOT_A_STREAM = (
+    "sharded_by_rank=True is for streams (IterableDataset). Of a dataset with __getitem__ every "
+    "rank holds all, and Paceline gives each its share: leave it out."
+)
 
 
 def loader(
     dataset: Any,
     *,
     global_batch: int | None = None,
+    per_device_batch: int | None = None,
+    accumulate: int | None = None,
     seed: int = 0,
     shuffle: bool | None = None,
     drop_last: bool | None = None,
@@ -42,27 +52,43 @@ def loader(
     rank: int | None = None,
     size: int | None = None,
     layout: str | Layout | None = None,
+    sharded_by_rank: bool = False,
+    compare: bool = True,
 ) -> Loader:
     """A loader over ``dataset`` that gives each rank its share of each ``global_batch`` samples.
 
     ``dataset`` is anything with ``__len__`` and ``__getitem__`` (a Dataset, a list, a tensor), an
     IterableDataset, or a torch DataLoader (then see :func:`from_dataloader`).
 
+    - ``per_device_batch``, ``accumulate``: instead of ``global_batch``, which they make up:
+      ``per_device_batch × data-parallel ranks × accumulate``. See :attr:`Loader.microbatch`.
     - ``shuffle``: a new order each epoch, by ``seed``; on unless switched off. Streams keep theirs.
     - ``drop_last``: leave out a last batch that is short of ``global_batch``; it is kept unless
       asked for.
     - ``workers``: processes that fetch ahead; 0 fetches in this one.
     - ``pin_memory``: by default where this rank's device is a GPU.
     - ``collate_fn``: makes a batch of a list of samples; torch's ``default_collate`` by default.
-    - ``layout``: ranks that a layout puts on the same samples (``tp``, ``pp``) get the same; by
-      default the layout of the engine in this process, or one rank to a share where there is none.
+    - ``layout``: ranks that a layout puts on the same samples (``tp``, ``pp``) get the same: give
+      ``engine.layout``. A ``Trainer`` or ``prepare`` that reads the loader gives its own; else each
+      rank of the world gets a share.
     - ``rank``, ``size``: instead of a layout, which of how many shares this process gets.
+    - ``sharded_by_rank``: the stream gives each data-parallel rank samples of its own, and a step
+      takes each rank's share from its own stream.
+    - ``compare``: ranks compare what they read, and raise where it is not the same data.
     """
-    _check_flags(shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
+    _check_flags(
+        shuffle=shuffle,
+        drop_last=drop_last,
+        pin_memory=pin_memory,
+        sharded_by_rank=sharded_by_rank,
+        compare=compare,
+    )
     if isinstance(dataset, DataLoader):
         return from_dataloader(
             dataset,
             global_batch=global_batch,
+            per_device_batch=per_device_batch,
+            accumulate=accumulate,
             seed=seed,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -72,10 +98,15 @@ def loader(
             rank=rank,
             size=size,
             layout=layout,
+            sharded_by_rank=sharded_by_rank,
+            compare=compare,
         )
-    if global_batch is None:
-        raise DataError("global_batch is missing: say how many samples one step takes, like 64.")
-    whole_number("global_batch", global_batch, 1, "number of samples a step takes over all ranks")
+    sizes = BatchSizes(global_batch, per_device_batch, accumulate)
+    if not sizes.says_global:
+        raise DataError(
+            "global_batch is missing: say how many samples one step takes, like 64, or give "
+            "per_device_batch, those that one rank puts through the model at once."
+        )
     if collate_fn is not None and not callable(collate_fn):
         raise DataError(
             f"collate_fn={collate_fn!r} must be a function that makes a batch of a list of samples."
@@ -83,17 +114,20 @@ def loader(
     workers = _check_workers(0 if workers is None else workers)
     seed = _check_seed(seed)
     streamed = _is_stream(dataset)
-    rank, size, on_gpu = _share_of(rank, size, layout)
-    cut = Cut(global_batch, bool(drop_last), rank, size)
-    pin = on_gpu if pin_memory is None else pin_memory
-    fetching = Fetching(workers, pin, collate_fn or default_collate)
-    return _over_dataset(dataset, streamed, cut, fetching, seed, shuffle)
+    fixed, layout = _given_share(rank, size, layout)
+    cut = Cut(global_batch or 1, bool(drop_last))
+    fetching = Fetching(workers, pin_memory, collate_fn or default_collate)
+    source = _source_of(dataset, streamed, cut, fetching, seed, shuffle, sharded_by_rank)
+    _check_sharded(sharded_by_rank, fixed, cut)
+    return Loader(source, sizes, Sharing(cut.drop_last, fixed, layout, compare))
 
 
 def from_dataloader(
     dataloader: DataLoader[Any],
     *,
     global_batch: int | None = None,
+    per_device_batch: int | None = None,
+    accumulate: int | None = None,
     seed: int = 0,
     shuffle: bool | None = None,
     drop_last: bool | None = None,
@@ -103,14 +137,25 @@ def from_dataloader(
     rank: int | None = None,
     size: int | None = None,
     layout: str | Layout | None = None,
+    sharded_by_rank: bool = False,
+    compare: bool = True,
 ) -> Loader:
     """A loader over what a torch DataLoader reads; its batch size is the *global* batch.
+
+    With ``per_device_batch``, which must be the DataLoader's batch size, it is that of each
+    data-parallel rank instead.
 
     Its plain random or sequential order becomes Paceline's own, by ``seed``; any other sampler is
     iterated as it is on every rank, and each of its batches cut into shares. ``workers`` and
     ``pin_memory`` override the DataLoader's; the other arguments may only repeat what it says.
     """
-    _check_flags(shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
+    _check_flags(
+        shuffle=shuffle,
+        drop_last=drop_last,
+        pin_memory=pin_memory,
+        sharded_by_rank=sharded_by_rank,
+        compare=compare,
+    )
     dataset: Any = dataloader.dataset
     batches: Any = dataloader.batch_sampler  # None where the dataset makes its own batches
     plain = type(batches) is BatchSampler  # the one that DataLoader(batch_size=…) makes
@@ -118,14 +163,14 @@ def from_dataloader(
     _refuse_distributed(batches, sampler)
     order = _order_of(sampler, dataset) if plain else None
     drops = bool(batches.drop_last if plain else dataloader.drop_last)
-    batch_size = _batch_size_of(dataloader, global_batch)
+    sizes, found = _sizes_of(dataloader, BatchSizes(global_batch, per_device_batch, accumulate))
     _refuse_conflict("drop_last", drop_last, "drop_last", drops)
     _refuse_conflict("collate_fn", collate_fn, "collate_fn", dataloader.collate_fn)
     _refuse_conflict("shuffle", shuffle, "shuffle", order)
     fetching = _fetching_of(dataloader, workers, pin_memory)
     seed = _check_seed(seed)
-    rank, size, _ = _share_of(rank, size, layout)
-    cut = Cut(batch_size or 1, drops, rank, size)
+    fixed, layout = _given_share(rank, size, layout)
+    cut = Cut(sizes.global_batch or 1, drops)
     streamed = isinstance(dataset, IterableDataset)
     if streamed:
         _refuse_workers(fetching.workers)
@@ -134,18 +179,39 @@ def from_dataloader(
             f"shuffle=True: the DataLoader's own {type(sampler if plain else batches).__name__} "
             "decides the order. Leave shuffle out."
         )
+    said = global_batch or per_device_batch or accumulate
+    sharing = Sharing(drops, fixed, layout, compare, None if said else found)
+    _check_sharded(sharded_by_rank, fixed, cut)
+    source: Source
     if batches is None:
         _refuse_conflict("workers", workers, "num_workers", dataloader.num_workers)
         _refuse_conflict("pin_memory", pin_memory, "pin_memory", dataloader.pin_memory)
-        return Loader(BatchSource(dataloader, cut, seed), batch_size)
-    if streamed or order is not None:
-        return _over_dataset(dataset, streamed, cut, fetching, seed, shuffle if streamed else order)
-    return Loader(SamplerSource(dataset, batches, cut, fetching, seed), batch_size)
+        if sharded_by_rank:
+            raise DataError(
+                "sharded_by_rank=True with a DataLoader that has batch_size=None, whose batches "
+                "have sizes of their own. Give the DataLoader a batch_size, or the dataset itself."
+            )
+        source = BatchSource(dataloader, cut, seed)
+    elif streamed or order is not None:
+        shuffles = shuffle if streamed else order
+        source = _source_of(dataset, streamed, cut, fetching, seed, shuffles, sharded_by_rank)
+    elif sharded_by_rank:
+        raise DataError(_NOT_A_STREAM)
+    else:
+        _refuse_other_batches(batches, plain, sizes)
+        source = SamplerSource(dataset, batches, cut, fetching, seed)
+    return Loader(source, sizes, sharing)
 
 
-def _over_dataset(
-    dataset: Any, streamed: bool, cut: Cut, fetching: Fetching, seed: int, shuffle: bool | None
-) -> Loader:
+def _source_of(
+    dataset: Any,
+    streamed: bool,
+    cut: Cut,
+    fetching: Fetching,
+    seed: int,
+    shuffle: bool | None,
+    sharded_by_rank: bool,
+) -> Source:
     if streamed:
         if shuffle:
             raise DataError(
@@ -153,17 +219,15 @@ def _over_dataset(
                 "cannot shuffle. Shuffle inside the dataset, or leave shuffle out."
             )
         _refuse_workers(fetching.workers)
-        return Loader(StreamSource(dataset, cut, fetching, seed), cut.global_batch)
+        if sharded_by_rank:
+            return RankStreamSource(dataset, cut, fetching, seed)
+        return StreamSource(dataset, cut, fetching, seed)
+    if sharded_by_rank:
+        raise DataError(_NOT_A_STREAM)
     n = len(dataset)
     if n == 0:
         raise DataError(f"the dataset ({type(dataset).__name__}) is empty: there is no sample.")
-    if cut.drop_last and n < cut.global_batch:
-        raise DataError(
-            f"drop_last=True drops all {n} samples of the dataset: they are fewer than "
-            f"global_batch={cut.global_batch}. Keep the short batch, or take a smaller one."
-        )
-    order = Order(n, seed, shuffle is not False)
-    return Loader(OrderSource(dataset, order, cut, fetching), cut.global_batch)
+    return OrderSource(dataset, Order(n, seed, shuffle is not False), cut, fetching)
 
 
 def _is_stream(dataset: Any) -> bool:
@@ -201,24 +265,38 @@ def _is_stream(dataset: Any) -> bool:
     )
 
 
-def _share_of(
+def _given_share(
     rank: int | None, size: int | None, layout: str | Layout | None
-) -> tuple[int, int, bool]:
-    """Which share of how many this process gets, and whether it trains on a GPU."""
+) -> tuple[tuple[int, int] | None, Layout | None]:
+    """The share of this process where rank and size say it, or the layout that does."""
     if (rank is None) != (size is None):
         raise DataError(f"rank={rank} and size={size}: give both, or neither.")
     if rank is not None and layout is not None:
         raise DataError(f"rank={rank} and layout={str(layout)!r}: give one of them.")
-    if rank is None or size is None:
-        from paceline.world import World
+    if rank is not None and size is not None:
+        check_rank(rank, size)
+        return (rank, size), None
+    if layout is None:
+        return None, None
+    world = World.current()
+    parsed = Layout.parse(layout, world_size=world.size)
+    parsed.check_world(world.size)
+    return None, parsed
 
-        world = World.current()
-        chosen = world.layout if layout is None else Layout.parse(layout, world_size=world.size)
-        chosen = Layout(dp=world.size) if chosen is None else chosen
-        chosen.check_world(world.size)
-        return chosen.place(world.rank).dp, chosen.dp, world.device.type == "cuda"
-    check_rank(rank, size)
-    return rank, size, torch.cuda.is_available()
+
+def _check_sharded(sharded_by_rank: bool, fixed: tuple[int, int] | None, cut: Cut) -> None:
+    if sharded_by_rank and fixed is not None and fixed[1] > 1:
+        raise DataError(
+            f"sharded_by_rank=True with rank={fixed[0]}, size={fixed[1]}: ranks that read their "
+            "own streams tell each other how many samples they have, for which they need a world. "
+            "Leave rank and size out."
+        )
+    if sharded_by_rank and cut.drop_last:
+        raise DataError(
+            "drop_last=True with sharded_by_rank: once the shortest stream has ended, every batch "
+            "is short, and all that is left of the others would be dropped. Leave drop_last out: "
+            "ranks whose stream has ended get empty batches until all have."
+        )
 
 
 def _check_seed(seed: Any) -> int:
@@ -237,15 +315,38 @@ def _check_workers(workers: Any) -> int:
     return whole_number("workers", workers, 0, "number of processes that fetch ahead")
 
 
-def _batch_size_of(dataloader: DataLoader[Any], global_batch: int | None) -> int | None:
-    """The DataLoader's batch size; where it does not say one, the caller's word stands."""
-    if global_batch is not None:
-        whole_number("global_batch", global_batch, 1, "number of samples a step takes")
+def _sizes_of(dataloader: DataLoader[Any], given: BatchSizes) -> tuple[BatchSizes, int | None]:
+    """The sizes that DataLoader and caller name together, and the DataLoader's batch size."""
     found = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
     if not isinstance(found, int):
-        return global_batch
-    _refuse_conflict("global_batch", global_batch, "batch_size", found)
-    return found
+        if given.says_global and given.global_batch is None:
+            raise DataError(
+                f"per_device_batch={given.per_device_batch}: the DataLoader makes batches of its "
+                "own size, each of them a global batch. Leave it out, or give the DataLoader a "
+                "batch_size."
+            )
+        return given, None
+    if given.per_device_batch is not None:
+        _refuse_conflict("per_device_batch", given.per_device_batch, "batch_size", found)
+        return given, found
+    _refuse_conflict("global_batch", given.global_batch, "batch_size", found)
+    return replace(given, global_batch=found), found
+
+
+def sizes_over(data: Any, given: BatchSizes) -> BatchSizes:
+    """The sizes that ``data`` and the caller name together: a DataLoader has a batch size."""
+    if not isinstance(data, DataLoader):
+        return given
+    return _sizes_of(data, given)[0]
+
+
+def _refuse_other_batches(batches: Any, plain: bool, sizes: BatchSizes) -> None:
+    if not plain and sizes.follows_ranks:
+        raise DataError(
+            f"per_device_batch={sizes.per_device_batch}: the DataLoader's own "
+            f"{type(batches).__name__} makes the batches, each of them a global batch. Leave it "
+            "out, or give a sampler and a batch_size instead of a batch sampler."
+        )
 
 
 def _order_of(sampler: Any, dataset: Any) -> bool | None:
@@ -294,7 +395,7 @@ def _refuse_distributed(*samplers: Any) -> None:
         raise DataError(
             "the DataLoader has a DistributedSampler, which gives each rank other samples; "
             "Paceline cuts each global batch itself. Make the DataLoader with shuffle=True and the "
-            "global batch as its batch_size."
+            "global batch as its batch_size, or pass per_device_batch with that of one rank."
         )
 
 

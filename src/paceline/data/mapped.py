@@ -15,7 +15,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.batches import empty_batch
+from paceline.data.compare import Drawn
 from paceline.data.order import Order
+from paceline.data.prints import differing, print_of
 from paceline.data.randomness import (
     Numbers,
     isolated,
@@ -24,11 +26,15 @@ from paceline.data.randomness import (
     seed_all,
     seed_for,
 )
-from paceline.data.slices import Cut, steps_per_epoch
+from paceline.data.slices import Cut
 from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source, read_through
+from paceline.errors import DataError
 
 # Indices are drawn for many steps at a time: the order's cost is per call, hardly per index.
 _DRAW_AT_ONCE = 1024
+_PROBES = 3
+_READINGS = 8
+"""How often a sample that differs between ranks is read again: a flipped image may be one twice."""
 
 
 class Request(NamedTuple):
@@ -42,6 +48,10 @@ class Request(NamedTuple):
     indices: list[int]
     samples: int
     global_samples: int
+    probes: tuple[Any, ...] = ()
+    """Samples that every rank fetches, to compare them."""
+    drawn: Drawn = ()
+    """What the plan drew for the whole global batch."""
 
 
 class Fetcher(Dataset[Any]):
@@ -75,7 +85,18 @@ class Fetcher(Dataset[Any]):
                 batch = self._batch(request.epoch, request.indices)
             else:
                 batch = empty_batch(lambda n: self._batch(request.epoch, request.indices * n))
-        return Delivery(batch, request.samples, request.global_samples)
+            probes = tuple(
+                (f"sample {index!r}", print_of(self.probe(request.epoch, index)))
+                for index in request.probes
+            )
+        drawn = (*request.drawn, *probes) or None
+        return Delivery(batch, request.samples, request.global_samples, drawn=drawn)
+
+    def probe(self, epoch: int, index: Any) -> Any:
+        """One sample by itself, as every rank sees it."""
+        seed_all(seed_for(self.seed, epoch, index))
+        samples = self._fetch([index])
+        return samples[0] if isinstance(samples, list | tuple) else samples
 
     def _batch(self, epoch: int, indices: list[Any]) -> Any:
         samples = self._samples(epoch, indices)
@@ -131,9 +152,23 @@ class MapSource(Source, ABC):
     def requests(self, place: Place) -> Iterator[Request]:
         """The plan from ``place`` to the end of its epoch."""
 
+    @abstractmethod
+    def probes(self, epoch: int) -> tuple[Any, ...]:
+        """The indices of a few samples to compare between the ranks, alike on all of them."""
+
     def reader(self) -> Reader:
         """Reads through a DataLoader; its workers live as long as the reader."""
         return _MapReader(self)
+
+    def varying(self, epoch: int) -> set[str]:
+        """Paths in a sample whose values change from reading to reading in this process."""
+        fetcher = Fetcher(self.dataset, self.fetching.collate_fn, self.seed)
+        found: set[str] = set()
+        with isolated():
+            for index in self.probes(epoch):
+                first, *more = (print_of(fetcher.probe(epoch, index)) for _ in range(_READINGS))
+                found |= {leaf.path for other in more for leaf, _ in differing(first, other)}
+        return found
 
 
 class _MapReader:
@@ -169,6 +204,12 @@ class OrderSource(MapSource):
     """A dataset in Paceline's own order: any place is reached at once."""
 
     kind = "order"
+    order_is_ours = True
+    same_on_ranks = (
+        "Every rank must hold the whole dataset, with the same samples under the same indices: "
+        "shuffle a list of files and split a dataset (random_split) by a fixed seed, make random "
+        "data from one, and do not pick a part by rank: Paceline gives each rank its share."
+    )
 
     def __init__(
         self,
@@ -180,7 +221,26 @@ class OrderSource(MapSource):
         super().__init__(dataset, cut, fetching, order.seed)
         self.order = order
         self.samples_per_epoch = order.n
-        self.steps_per_epoch = steps_per_epoch(order.n, cut.global_batch, cut.drop_last)
+        self.check()
+
+    def check(self) -> None:
+        """Raise where the cut leaves nothing of the data."""
+        if self.cut.drop_last and self.order.n < self.cut.global_batch:
+            raise DataError(
+                f"drop_last=True drops all {self.order.n} samples of the dataset: they are fewer "
+                f"than global_batch={self.cut.global_batch}. Keep the short batch, or take a "
+                "smaller one."
+            )
+
+    def follow(self, cut: Cut) -> None:
+        """Cut the data this way from now on."""
+        super().follow(cut)
+        self.check()
+
+    def probes(self, epoch: int) -> tuple[int, ...]:
+        """Others each epoch, so that what changes with the epoch is seen."""
+        spread = {seed_for(self.seed, epoch, place, 2) % self.order.n for place in range(_PROBES)}
+        return tuple(sorted(spread))
 
     def requests(self, place: Place) -> Iterator[Request]:
         """The plan from ``place`` to the end of its epoch."""
@@ -189,8 +249,11 @@ class OrderSource(MapSource):
         starts = range(place.offset, stop, batch)
         mine = -(-batch // self.cut.size)  # the largest share of any rank
         steps_at_once = max(1, _DRAW_AT_ONCE // mine)
+        probes = self.probes(place.epoch) if self.compares else ()
         for step in range(0, len(starts), steps_at_once):
-            yield from self._draw(place.epoch, starts[step : step + steps_at_once])
+            for request in self._draw(place.epoch, starts[step : step + steps_at_once]):
+                yield request._replace(probes=probes) if probes else request
+                probes = ()
 
     def _draw(self, epoch: int, starts: Sequence[int]) -> Iterator[Request]:
         """The requests of a few steps: only this rank's indices are computed."""

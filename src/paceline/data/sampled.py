@@ -11,8 +11,11 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler
 
+from paceline.data.compare import Drawn
 from paceline.data.mapped import MapSource, Request
+from paceline.data.prints import INDICES, Leaf, digest
 from paceline.data.randomness import Stream, seed_for
 from paceline.data.slices import Cut
 from paceline.data.source import Fetching, Place
@@ -23,12 +26,19 @@ class SamplerSource(MapSource):
     """A dataset in the order of a batch sampler: a place is reached by iterating up to it."""
 
     kind = "sampler"
+    same_on_ranks = (
+        "The sampler must draw the same indices on every rank, of which Paceline gives each rank "
+        "its share: seed its own generator alike on all ranks (and by the epoch), or let it draw "
+        "from those of torch, random or numpy.random, which are seeded for it, and do not pick a "
+        "part by rank. The dataset must hold the same samples on all ranks."
+    )
 
     def __init__(
         self, dataset: Any, batches: Iterable[Any], cut: Cut, fetching: Fetching, seed: int
     ) -> None:
         super().__init__(dataset, cut, fetching, seed)
         self.batches = batches
+        self._probes: tuple[Any, ...] = ()
         sampler = getattr(batches, "sampler", None)
         self._parts = [part for part in (batches, sampler) if part is not None]
         self._generators = {
@@ -37,8 +47,23 @@ class SamplerSource(MapSource):
             if isinstance(generator := getattr(part, "generator", None), torch.Generator)
         }
         self._generators_at = 0
-        self.steps_per_epoch = length(batches)
         self.samples_per_epoch = None if sampler is None else length(sampler)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """As many as the sampler says."""
+        return length(self.batches)
+
+    def follow(self, cut: Cut) -> None:
+        """Cut the data this way from now on; a plain batch sampler makes batches of that size."""
+        super().follow(cut)
+        if type(self.batches) is BatchSampler and self.batches.batch_size != cut.global_batch:
+            self.batches = BatchSampler(self.batches.sampler, cut.global_batch, cut.drop_last)
+            self._parts[0] = self.batches
+
+    def probes(self, epoch: int) -> tuple[Any, ...]:
+        """None of its own: which samples there are is known when the sampler draws."""
+        return self._probes
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""
@@ -47,7 +72,7 @@ class SamplerSource(MapSource):
     def requests(self, place: Place) -> Iterator[Request]:
         """The plan from ``place`` to the end of its epoch."""
         self._wind_generators(place.epoch)
-        skip = place.offset
+        skip, first = place.offset, True
         for batch in self._epoch(place.epoch):
             if skip >= len(batch):
                 skip -= len(batch)
@@ -60,13 +85,26 @@ class SamplerSource(MapSource):
             else:
                 begin, end = self.cut.share(len(batch))
                 indices = batch[begin:end] if begin < end else batch[:1]
-                yield Request(place.epoch, indices, end - begin, len(batch))
+                yield Request(
+                    place.epoch, indices, end - begin, len(batch), *self._compared(batch, first)
+                )
+                first = False
         if skip:
             raise DataError(
                 f"the DataLoader's sampler ended {skip} samples before offset {place.offset} of "
                 f"epoch {place.epoch}: it is not the sampler this position was saved with."
             )
         self._generators_at = place.epoch + 1
+
+    def _compared(self, batch: list[Any], first: bool) -> tuple[tuple[Any, ...], Drawn]:
+        """What ranks compare of a batch: two samples of the first one, and the indices of all."""
+        if not self.compares:
+            return (), ()
+        if first:
+            self._probes = tuple(batch[:1] + batch[1:][-1:])
+        plain = [int(i) if isinstance(i, torch.Tensor) and i.ndim == 0 else i for i in batch]
+        told = Leaf(INDICES, f"{len(batch)} drawn", (*plain[:3], digest(plain)))
+        return (self._probes if first else ()), (("the sampler's batch of ", (told,)),)
 
     def _epoch(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of one epoch, drawn on generators that every rank seeds alike."""

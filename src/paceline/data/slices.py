@@ -43,8 +43,8 @@ class Cut:
 
     global_batch: int
     drop_last: bool
-    rank: int
-    size: int
+    rank: int = 0
+    size: int = 1
 
     def share(self, total: int) -> tuple[int, int]:
         """This rank's slice of a batch of ``total`` samples."""

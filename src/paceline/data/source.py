@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, default_collate
 
+from paceline.data.compare import Drawn
+from paceline.data.slices import Cut, steps_per_epoch
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -18,11 +21,12 @@ Collate = Callable[[list[Any]], Any]
 class Fetching:
     """How samples are fetched and made into batches.
 
-    ``options`` are further arguments for torch's DataLoader, taken over from an existing one.
+    ``pin_memory=None`` pins where the rank's device is a GPU. ``options`` are further arguments for
+    torch's DataLoader, taken over from an existing one.
     """
 
     workers: int = 0
-    pin_memory: bool = False
+    pin_memory: bool | None = False
     collate_fn: Collate = default_collate
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -31,7 +35,7 @@ class Fetching:
         return {
             **self.options,
             "num_workers": self.workers,
-            "pin_memory": self.pin_memory,
+            "pin_memory": bool(self.pin_memory),
             "collate_fn": as_it_is,
         }
 
@@ -57,7 +61,8 @@ class Place:
 class Delivery(NamedTuple):
     """One global batch as it reaches this rank: its share of it, collated.
 
-    ``last`` is set where the source already knows that the epoch ends here.
+    ``last`` is set where the source already knows that the epoch ends here. ``drawn`` tells of the
+    whole global batch, alike on all ranks.
     """
 
     batch: Any
@@ -65,6 +70,7 @@ class Delivery(NamedTuple):
     global_samples: int
     state: Any = None
     last: bool = False
+    drawn: Drawn | None = None
 
 
 def read_through(dataloader: DataLoader[Any]) -> Iterator[Delivery]:
@@ -92,7 +98,40 @@ class Source(ABC):
     """What the source is, as its state names it: a state of one kind does not fit another."""
 
     samples_per_epoch: int | None = None
-    steps_per_epoch: int | None = None
+    cut: Cut
+    """How the data is cut, for the layout that reads it; :meth:`follow` sets another."""
+
+    dataset: Any
+    fetching: Fetching
+    compares = False
+    """Whether ranks compare what they read: then deliveries tell of it."""
+    same_on_ranks: str
+    order_is_ours = False
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Global batches in an epoch, where that is known."""
+        if self.samples_per_epoch is None:
+            return None
+        return steps_per_epoch(self.samples_per_epoch, self.cut.global_batch, self.cut.drop_last)
+
+    def follow(self, cut: Cut) -> None:
+        """Cut the data this way from now on."""
+        self.cut = cut
+
+    def follow_device(self, on_gpu: bool) -> None:
+        """Batches go to a GPU, or not: they come in pinned memory then, unless it was said."""
+        if self.fetching.pin_memory is None:
+            self.fetching = dataclasses.replace(self.fetching, pin_memory=on_gpu)
+
+    @property
+    def described(self) -> str:
+        """The data, as an error names it."""
+        return type(self.dataset).__name__
+
+    def varying(self, epoch: int) -> set[str]:
+        """Paths in a sample whose values change from reading to reading in this process."""
+        return set()
 
     @abstractmethod
     def reader(self) -> Reader:

@@ -17,11 +17,24 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.batches import count_rows, cut_rows, empty_batch
+from paceline.data.compare import Drawn
+from paceline.data.prints import Print, differing, print_of
 from paceline.data.randomness import Stream, isolated, seed_all, seed_for
 from paceline.data.sampled import length
 from paceline.data.slices import Cut
 from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source, read_through
 from paceline.errors import DataError
+
+_COMPARED = 4
+"""Samples of each global batch that ranks compare, its first and its last among them."""
+_READINGS = 6
+"""How often a stream that differs between ranks is read again."""
+SAME_STREAM = (
+    "Every rank must read the same stream, of which Paceline gives each rank its share. Where the "
+    "dataset picks its shards by rank (RANK, get_rank(), split_by_node), leave that out, or keep "
+    "it and pass sharded_by_rank=True. Where it shuffles, seed that alike on all ranks, by the "
+    "epoch that set_epoch tells it."
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ class StreamSource(Source):
     """
 
     kind = "stream"
+    same_on_ranks = SAME_STREAM
 
     def __init__(self, dataset: Any, cut: Cut, fetching: Fetching, seed: int) -> None:
         self.dataset = dataset
@@ -55,9 +69,6 @@ class StreamSource(Source):
         self.first_state = copy.deepcopy(dataset.state_dict()) if self.saves_itself else None
         self._broken_off = False
         self.samples_per_epoch = length(dataset)
-        if self.samples_per_epoch is not None:
-            whole, rest = divmod(self.samples_per_epoch, cut.global_batch)
-            self.steps_per_epoch = whole + (rest > 0 and not cut.drop_last)
 
     def reader(self) -> Reader:
         """Reads here, or in the one worker process that a stream may have."""
@@ -74,6 +85,11 @@ class StreamSource(Source):
         )
         yield from read_through(dataloader)
         self._broken_off = False
+
+    def varying(self, epoch: int) -> set[str]:
+        """Paths in a sample whose values change from reading to reading in this process."""
+        first_state = self.first_state if self.saves_itself else None
+        return varying_in(self.dataset, seed_for(self.seed, epoch), epoch, first_state)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""
@@ -116,10 +132,12 @@ class SharedStream(IterableDataset[Any]):
                 state = StreamState(source.dataset.state_dict(), draw.state())
             begin, end = cut.share(len(batch))
             seed = seed_for(source.seed, place.epoch, offset, cut.rank)
-            mine = _collated(batch, begin, end, source.fetching.collate_fn, seed)
+            mine = collated(batch, begin, end, source.fetching.collate_fn, seed)
+            drawn = drawn_of(batch, offset) if source.compares else None
             offset += len(batch)
             # A stream that came to its end may stand at its next beginning: so must we.
-            yield Delivery(mine, end - begin, len(batch), state, len(batch) < cut.global_batch)
+            last = len(batch) < cut.global_batch
+            yield Delivery(mine, end - begin, len(batch), state, last, drawn)
 
     def _open(self) -> Iterator[Any]:
         """The stream, brought to the place."""
@@ -142,7 +160,45 @@ class SharedStream(IterableDataset[Any]):
         return samples
 
 
-def _collated(batch: list[Any], begin: int, end: int, collate: Collate, seed: int) -> Any:
+def drawn_of(batch: list[Any], offset: int) -> Drawn:
+    """Some samples of a batch that begins ``offset`` samples into the epoch, to be compared."""
+    last = len(batch) - 1
+    places = sorted({last * part // (_COMPARED - 1) for part in range(_COMPARED)})
+    return tuple((f"sample {offset + place}", print_of(batch[place])) for place in places)
+
+
+def varying_in(dataset: Any, seed: int, epoch: int, first_state: Any = None) -> set[str]:
+    """Paths whose values change from reading to reading of a stream's first samples.
+
+    A copy is read, again and again: the stream itself is in the middle of its own reading. A
+    stream that cannot be copied, or not be read again, is taken to be what it says.
+    """
+    try:
+        stream = copy.deepcopy(dataset)
+        readings = [_first_prints(stream, seed, epoch, first_state) for _ in range(_READINGS)]
+    except Exception:
+        return set()
+    return {
+        leaf.path
+        for reading in readings[1:]
+        for one, two in zip(readings[0], reading, strict=False)
+        for leaf, _ in differing(one, two)
+    }
+
+
+def _first_prints(stream: Any, seed: int, epoch: int, first_state: Any) -> list[Print]:
+    def read() -> list[Any]:
+        if hasattr(stream, "set_epoch"):
+            stream.set_epoch(epoch)
+        if first_state is not None:
+            stream.load_state_dict(copy.deepcopy(first_state))
+        return list(islice(iter(stream), _COMPARED))
+
+    return [print_of(sample) for sample in Stream(seed).run(read)]
+
+
+def collated(batch: list[Any], begin: int, end: int, collate: Collate, seed: int) -> Any:
+    """Samples ``begin`` to ``end`` of ``batch``, collated on generators of their own."""
     with isolated():
         seed_all(seed)
         if begin < end:
@@ -154,12 +210,25 @@ class BatchSource(Source):
     """A DataLoader with ``batch_size=None``: it hands over ready batches, which are cut by rows."""
 
     kind = "batches"
+    same_on_ranks = SAME_STREAM
 
     def __init__(self, dataloader: DataLoader[Any], cut: Cut, seed: int) -> None:
         self.dataloader = dataloader
+        self.dataset = dataloader.dataset
+        self.fetching = Fetching()  # the DataLoader does it by itself
         self.cut = cut
         self.seed = seed
-        self.steps_per_epoch = length(dataloader)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """As many as the DataLoader says."""
+        return length(self.dataloader)
+
+    def varying(self, epoch: int) -> set[str]:
+        """Paths in a batch whose values change from reading to reading in this process."""
+        if not isinstance(self.dataloader.dataset, IterableDataset):
+            return set()
+        return varying_in(self.dataloader.dataset, seed_for(self.seed, epoch), epoch)
 
     def reader(self) -> Reader:
         """Reads the DataLoader as it is, with its own workers."""
@@ -188,7 +257,8 @@ class BatchSource(Source):
                 )
             else:
                 begin, stop = self.cut.share(rows)
-                yield Delivery(cut_rows(batch, begin, stop), stop - begin, rows)
+                drawn = (("the batch", print_of(batch)),) if self.compares else None
+                yield Delivery(cut_rows(batch, begin, stop), stop - begin, rows, drawn=drawn)
         if skip:
             raise DataError(
                 f"the DataLoader ended {skip} samples before offset {place.offset} of epoch "

@@ -147,9 +147,9 @@ class Engine:
         self.place = self.layout.place(self.world.rank)
         self._ways = ways_of(self.options)
         check_layout(self.layout, self._ways)
-        self.world.layout = self.layout
         self.device = self.world.device
         self.steps_done = 0
+        self._same_batches = peers.SameBatches(self.layout, self.world)
         # Called each step with the finished gradients in place, before clipping and the update.
         self.observer: Callable[[Engine], None] | None = None
         # Set by whoever wants to know where the time of the next steps goes; see engine/split.py.
@@ -215,7 +215,6 @@ class Engine:
         """Put the model on its layout; ``batch`` is the first one, where the layout needs it."""
         sample = None
         if batch is not None:
-            peers.check_same_batch(batch, self.layout, self.world)
             part = self._sample(batch)
             sample = functools.partial(self._run_sample, part)
         compression = compression_of(self.options)
@@ -294,6 +293,7 @@ class Engine:
         started = time.perf_counter()
         pulse = self._pulse
         pulse.enter("forward")
+        self._same_batches.check(batch)
         if self._spread is None:
             self._spread_out(batch)
         if self.clock is not None:
@@ -549,6 +549,7 @@ class Engine:
         gets the results, and the others none.
         """
         self._pulse.beat()
+        self._same_batches.check(batch)
         if self._spread is None:
             self._spread_out(batch)
         return self._passes.evaluate(batch)

@@ -8,10 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.data.origin import check_origin
 from paceline.engine.batch import map_leaves
 from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.world import World, collectives, rng_state, set_rng_state
+
+
+class SameBatches:
+    """Whether an engine's batches are shared out as its layout wants it."""
+
+    def __init__(self, layout: Layout, world: World) -> None:
+        self._layout, self._world = layout, world
+        self._has_peers = layout.dp < world.size
+        self._batches = 0
+
+    def check(self, batch: Any) -> None:
+        """Raise on all ranks where ``batch`` was cut for another layout, or peers got others.
+
+        Ranks that share samples compare the contents of batches 1, 2, 4, 8, …: batches need not
+        come from a loader that compares its own.
+        """
+        check_origin(batch, self._layout)
+        self._batches += 1
+        if self._has_peers and self._batches & (self._batches - 1) == 0:
+            check_same_batch(batch, self._layout, self._world)
 
 
 def check_same_batch(batch: Any, layout: Layout, world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from paceline.data import Loader, Share, from_dataloader
 from paceline.engine.arguments import check_model
-from paceline.engine.batch import batch_size, move, placeholder
+from paceline.engine.batch import batch_size, move, placeholder, split_into
 from paceline.engine.checks import check_optimizer
 from paceline.engine.repoint import Groups
 from paceline.engine.starting import (
@@ -30,6 +31,7 @@ from paceline.engine.starting import (
 )
 from paceline.errors import DataError, TrainingError
 from paceline.layout import Layout
+from paceline.layout.batch import BatchSizes
 from paceline.parallel.compose import Ways, check_layout, shard_root, spread
 from paceline.parallel.meta import Init, is_on_meta
 from paceline.parallel.replicate import sync_buffers
@@ -46,6 +48,9 @@ def prepare(
     layout: str | Layout = "auto",
     seed: int = 0,
     sharding: Sharding | None = None,
+    global_batch: int | None = None,
+    per_device_batch: int | None = None,
+    accumulate: int | None = None,
     initial_weights: InitialWeights = "rank0",
     init: Init | None = None,
 ) -> tuple[nn.Module, Optimizer, PreparedLoader | None]:
@@ -61,7 +66,9 @@ def prepare(
     and ``clip_grad_norm_`` work with.
 
     The returned loader yields this rank's share of each global batch, on its device. A torch
-    ``DataLoader``'s batch size is taken as the *global* batch. ``seed`` orders its samples.
+    ``DataLoader``'s batch size is taken as the *global* batch, or with ``per_device_batch`` as that
+    of each data-parallel rank. ``seed`` orders its samples. With ``accumulate`` the loader yields
+    each share in that many parts: see :class:`PreparedLoader`.
 
     All ranks start from the parameters and buffers that rank 0 has built; with
     ``initial_weights="own"`` every rank keeps its own. A model from the meta device gets its values
@@ -75,7 +82,6 @@ def prepare(
     layout.check_world(world.size)
     ways = Ways(sharding=sharding or Sharding())
     check_layout(layout, ways, own_loop=True)
-    world.layout = layout
     check_optimizer(optimizer, model)
     check_initial_weights(initial_weights)
     check_not_spread(model)
@@ -95,7 +101,10 @@ def prepare(
         own = init or getattr(model, "_init_weights", None)
         make_values(root, layout, world, own, initial_weights=initial_weights)
 
-    prepared = None if loader is None else PreparedLoader(_as_loader(loader, seed), model, world)
+    prepared = None
+    if loader is not None:
+        sizes = BatchSizes(global_batch, per_device_batch, accumulate)
+        prepared = PreparedLoader(_as_loader(loader, seed, layout, sizes), model, world)
     if layout.zero:
         sharded = shard_root(model, model, layout, world, ways)
         mark_as_spread(model, layout)
@@ -195,12 +204,22 @@ class _Weighted(torch.autograd.Function):
 
 
 class PreparedLoader:
-    """A loader for a hand-written loop: batches on the device, never without a sample."""
+    """A loader for a hand-written loop: batches on the device, never without a sample.
+
+    With ``accumulate`` parts to a step, multiply each loss by :attr:`weight`, have all backwards
+    but that of the part which :attr:`ends_step` under ``model.no_sync()``, and step the optimizer
+    after that one: the gradient is that of the mean over the global batch.
+    """
 
     def __init__(self, loader: Loader, model: nn.Module, world: World) -> None:
         self.loader = loader
+        self.weight = 1.0
+        """What the loss of the part last yielded counts for in that of this rank's share."""
+        self.ends_step = True
+        """Whether the part last yielded is the last one of its global batch."""
         self._model = model
         self._world = world
+        loader.expect_all_ranks()
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
@@ -208,11 +227,25 @@ class PreparedLoader:
                 sync_buffers(self._model, self._world.everyone)
             # A rank without samples still has to run its backward: it gets one sample of zeros,
             # whose gradient counts for nothing.
-            own = batch if batch_size(batch) else placeholder(batch)
-            yield move(own, self._world.device)
+            samples = batch_size(batch)
+            own = batch if samples else placeholder(batch)
+            passes = self.accumulate
+            parts = split_into(own, min(passes, max(samples, 1))) if passes > 1 else [own]
+            # Every rank runs as many backwards: the first part again, which counts for nothing.
+            missing = passes - len(parts)
+            sizes = [batch_size(part) for part in parts]
+            weights = [size / sum(sizes) for size in sizes] + [0.0] * missing
+            for index, part in enumerate(parts + parts[:1] * missing):
+                self.weight, self.ends_step = weights[index], index == passes - 1
+                yield move(part, self._world.device)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.loader) * self.accumulate
+
+    @property
+    def accumulate(self) -> int:
+        """In how many parts each share of a global batch comes."""
+        return self.loader.passes
 
     @property
     def share(self) -> Share | None:
@@ -248,12 +281,31 @@ def _average(weights: _Weights, bucket: Any) -> torch.futures.Future[Tensor]:
     return future.then(lambda done: done.value()[0])
 
 
-def _as_loader(loader: Loader | DataLoader[Any], seed: int) -> Loader:
+def _as_loader(
+    loader: Loader | DataLoader[Any], seed: int, layout: Layout, sizes: BatchSizes
+) -> Loader:
     if isinstance(loader, Loader):
+        loader.follow(layout)
+        _check_sizes(loader, sizes, layout)
         return loader
     if isinstance(loader, DataLoader):
-        return from_dataloader(loader, seed=seed)
+        return from_dataloader(loader, seed=seed, layout=layout, **sizes.stated())
     raise DataError(
         f"loader must come from paceline.loader(...) or be a torch DataLoader, not "
         f"{type(loader).__name__}."
     )
+
+
+def _check_sizes(loader: Loader, sizes: BatchSizes, layout: Layout) -> None:
+    """A loader has its own sizes: what is said here may only repeat them."""
+    if not any(sizes.stated().values()):
+        return
+    own = BatchSizes(loader.global_batch, microbatch=loader.microbatch)
+    said = replace(sizes, global_batch=sizes.global_batch or own.global_batch).on(layout.dp)
+    if said.global_batch != own.global_batch or said.microbatch not in (None, own.microbatch):
+        told = ", ".join(f"{name}={value}" for name, value in sizes.stated().items() if value)
+        raise DataError(
+            f"prepare({told}): the loader already has global_batch={own.global_batch}"
+            f"{'' if own.microbatch is None else f' in passes of {own.microbatch}'} on each rank's "
+            f"share. Say it to paceline.loader(...) alone."
+        )

@@ -17,6 +17,7 @@ class DataOptions:
     """How batches are drawn; :func:`paceline.loader` explains each.
 
     ``shuffle`` is about the training data; ``None`` shuffles it unless it comes as a stream.
+    ``sharded_by_rank`` is about data that comes as a stream.
     """
 
     workers: int = 0
@@ -24,10 +25,17 @@ class DataOptions:
     drop_last: bool = False
     pin_memory: bool | None = None
     collate_fn: Callable[..., Any] | None = None
+    sharded_by_rank: bool = False
+    compare: bool = True
 
     def __post_init__(self) -> None:
         check_count("DataOptions", "workers", 0 if self.workers is None else self.workers, least=0)
-        check_switches("DataOptions: ", drop_last=self.drop_last)
+        check_switches(
+            "DataOptions: ",
+            drop_last=self.drop_last,
+            sharded_by_rank=self.sharded_by_rank,
+            compare=self.compare,
+        )
         for name in ("shuffle", "pin_memory"):
             if (value := getattr(self, name)) is not None:
                 check_switches("DataOptions: ", **{name: value})

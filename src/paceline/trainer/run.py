@@ -61,6 +61,8 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
             shuffle=None if config.data.shuffle else False,
             drop_last=config.data.drop_last,
             pin_memory=config.data.pin_memory,
+            sharded_by_rank=config.data.sharded_by_rank,
+            compare=config.data.compare,
         ),
         evaluation=Evaluation(every=config.train.eval_every, batches=config.train.eval_batches),
         checkpoint=Checkpointing(

@@ -27,6 +27,7 @@ from paceline.checkpoint.memory.tier import MemoryTier
 from paceline.checkpoint.part import Part, RankState, whole_part
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.sharded.saver import Outcome, Saver
+from paceline.data import Loader
 from paceline.engine import Engine
 from paceline.engine.parts import as_part, empty_for
 from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError
@@ -102,6 +103,8 @@ class Checkpoints:
     ) -> None:
         self.engine, self.options = engine, options
         self._world = engine.world
+        if isinstance(loader, Loader):
+            loader.follow(engine.layout)
         self._stateful = {OBJECTS + name: o for name, o in checked_objects(objects or {}).items()}
         if loader is not None:
             self._stateful[_LOADER] = loader

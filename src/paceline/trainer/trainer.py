@@ -10,10 +10,10 @@ from typing import Any, Unpack
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.checkpoint.folder import Folder
-from paceline.data import Loader, from_dataloader, loader
+from paceline.data import Loader, from_dataloader, loader, sizes_over
 from paceline.engine import Engine, EngineOptions
 from paceline.engine.arguments import check_arguments, check_switches
 from paceline.engine.checks import check_rules_match
@@ -25,6 +25,7 @@ from paceline.launch.capacity import check_nproc
 from paceline.launch.environment import read_environment
 from paceline.launch.policy import Limits
 from paceline.layout import Layout
+from paceline.layout.batch import BatchSizes
 from paceline.parallel.compose import check_layout
 from paceline.track import Tracker
 from paceline.trainer import own_ranks
@@ -49,6 +50,9 @@ class Trainer:
     Args:
         global_batch: samples per optimizer step, over all ranks; not needed where the data is a
             torch ``DataLoader``, whose batch size it then is.
+        per_device_batch, accumulate: samples that a rank puts through the model at once, and how
+            many such passes make a step: ``global_batch`` is their product with the data-parallel
+            ranks. A run that goes on with other ranks keeps the global batch it began with.
         run_dir: the run's folder for events and checkpoints; ``None`` keeps nothing on disk.
         seed: orders the samples and starts each rank's random streams.
         metrics: validation metrics by name, called as ``metric(output, target)`` on each batch
@@ -73,6 +77,8 @@ class Trainer:
         optimizer: Optimizer | OptimizerFactory,
         loss: LossFunction | None = None,
         global_batch: int | None = None,
+        per_device_batch: int | None = None,
+        accumulate: int | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         seed: int = 0,
         metrics: Mapping[str, Metric] | None = None,
@@ -96,6 +102,8 @@ class Trainer:
         _check_trackers(trackers)
         _check_run_dir(run_dir)
         self.model, self.loss, self.optimizer = model, loss, optimizer
+        micro = engine.get("microbatch") if accumulate is not None else None
+        self.batch = BatchSizes(global_batch, per_device_batch, accumulate, micro)
         self.global_batch = global_batch
         # Absolute: a run stays in its folder when the program changes directory.
         self.run_dir = None if run_dir is None else Path(run_dir).absolute()
@@ -219,11 +227,12 @@ class Trainer:
             optimizer=self.optimizer,
             loss=self.loss,
             world=world,
-            **self.engine_options,
+            **self._engine_options(train, world, goes_on=resume or world.restart_count > 0),
         )
         self.model, self.optimizer = self._engine.model, self._engine.optimizer
         train_loader = self._loader(train, "train")
         val_loader = None if val is None else self._loader(val, "val")
+        self._expect_all_ranks(train_loader, val_loader)
         restarted = world.restart_count > 0
         goes_on = self.checkpoint_dir is not None and (resume or restarted)
         reporter = self._reporter(world, goes_on)
@@ -251,6 +260,7 @@ class Trainer:
                 if self.checkpoint.start_from is not None and not went_on:
                     path = load_weights(self._engine, self.checkpoint.start_from)
                     reporter.emit(Note(message=f"starting with the weights of {path}"))
+                self._tell_batch(loop, train_loader, val_loader)
                 history = loop.run()
                 clean = True
             finally:
@@ -267,23 +277,54 @@ class Trainer:
             stops.leave(where_stopped(history, self.run_dir))
         return history
 
+    def _engine_options(self, train: Any, world: World, *, goes_on: bool) -> EngineOptions:
+        """Those of the engine, with the bound on a pass that the sizes of a batch come to."""
+        options = self.engine_options
+        layout = Layout.parse(options.get("layout", DEFAULTS["layout"]), world_size=world.size)
+        if isinstance(train, Loader):
+            if self.batch.per_device_batch is not None or self.batch.accumulate is not None:
+                raise DataError(
+                    "fit(train=Loader): the Loader has its own batch. Say per_device_batch and "
+                    "accumulate to paceline.loader(...), not to the Trainer."
+                )
+            train.follow(layout)
+            micro = train.microbatch
+        else:
+            micro = sizes_over(train, self.batch).on(layout.dp, exact=not goes_on).microbatch
+        if micro is None:
+            return options
+        BatchSizes(per_device_batch=micro, microbatch=options.get("microbatch"))  # they agree
+        return EngineOptions(**{**options, "microbatch": micro})
+
     def _loader(self, data: Any, name: str) -> Loader:
         training = name == "train"
         if isinstance(data, Loader):
+            data.follow(self.engine.layout)
             return data
+        stated = self.batch.stated()
+        if self.global_batch is not None:
+            stated["accumulate"] = None  # it is the engine's, then: the batch is stated
+        options = self.data
         if isinstance(data, DataLoader):
+            streamed = isinstance(data.dataset, IterableDataset)
             return from_dataloader(
-                data, global_batch=self.global_batch, seed=self.seed, layout=self.engine.layout
+                data,
+                **stated,
+                seed=self.seed,
+                layout=self.engine.layout,
+                sharded_by_rank=options.sharded_by_rank and (training or streamed),
+                compare=options.compare,
             )
-        if self.global_batch is None:
+        if not self.batch.says_global:
             raise DataError(
                 f"fit({name}=…) got a {type(data).__name__}: pass global_batch= to the Trainer, "
-                "the samples per optimizer step over all ranks."
+                "the samples per optimizer step over all ranks, or per_device_batch=, those that "
+                "one rank puts through the model at once."
             )
-        options = self.data
+        streamed = not hasattr(data, "__getitem__")
         return loader(
             data,
-            global_batch=self.global_batch,
+            **stated,
             seed=self.seed,
             shuffle=options.shuffle if training else False,
             drop_last=options.drop_last and training,
@@ -291,7 +332,16 @@ class Trainer:
             pin_memory=options.pin_memory,
             collate_fn=options.collate_fn,
             layout=self.engine.layout,
+            sharded_by_rank=options.sharded_by_rank and (training or streamed),
+            compare=options.compare,
         )
+
+    def _expect_all_ranks(self, *loaders: Loader | None) -> None:
+        """All ranks read these loaders; those that train alone wait for each other less often."""
+        alone = self.engine_options.get("local_steps") is not None
+        for each in loaders:
+            if each is not None:
+                each.expect_all_ranks(every_batch=not alone)
 
     def _check_folder(self, resume: bool) -> None:
         """A folder that holds a run is continued or left alone, never written over."""
@@ -337,6 +387,15 @@ class Trainer:
         if where is not None and "://" in where:
             return where
         return str(self.run_dir / (where or "checkpoints"))
+
+    def _tell_batch(self, loop: Loop, train: Loader, val: Loader | None) -> None:
+        """What there is to say of the batch size, as an event; of the validation data, nothing."""
+        if val is not None:
+            val.take_note()
+        if (note := train.take_note()) is not None:
+            loop.reporter.emit(Note(message=note))
+            if loop.epochs is not None:  # a resume may have brought another global batch
+                loop.total_steps = _total_steps(train, loop.epochs, None)
 
     def _checkpoints(self, reporter: Reporter, train: Loader) -> Checkpoints | None:
         if self.checkpoint_dir is None:

@@ -76,8 +76,6 @@ class World:
         self._store = store
         self._pid = os.getpid()
         self._groups: dict[tuple[int, ...], Group] = {}
-        # That of the engine made last; loaders made without one follow it.
-        self.layout: Layout | None = None
         self._meshes: dict[Layout, DeviceMesh] = {}
         self._background: dict[tuple[str, tuple[int, ...] | None], dist.ProcessGroup] = {}
         self.pulse = Pulse()
