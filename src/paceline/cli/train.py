@@ -139,6 +139,9 @@ class _Request:
                 f"--resume {self.resume} with CONFIG {self.configs[0]}: a run folder has its own "
                 "config; change values of it with --set"
             )
+        for flag, folder in (("--resume", self.resume), ("--run-dir", self.run_dir)):
+            if folder is not None and not folder.strip():
+                problems.append(f"{flag} {folder!r}: the name is empty; name a folder")
         if self.resume is not None and self.run_dir is not None:
             problems.append(
                 f"--resume {self.resume} with --run-dir {self.run_dir}: a resumed run stays in its "
@@ -237,7 +240,9 @@ def _run_script(request: _Request) -> None:
     assert isinstance(config.launch.nproc, int)
 
     def make_folder() -> RunFolder:
-        return new_run_at(request.run_dir) if request.run_dir else new_run("runs", script.stem)
+        if request.run_dir is not None:
+            return new_run_at(request.run_dir)
+        return new_run("runs", script.stem)
 
     command = ["script", str(script), *request.script_arguments]
     with contextlib.ExitStack() as stack:
@@ -292,8 +297,9 @@ def _run_config(request: _Request) -> None:
     def make_folder() -> RunFolder:
         if request.resume is not None:
             return open_run(request.resume)
-        root, name = config.track.run_dir, config.name
-        return new_run_at(request.run_dir) if request.run_dir else new_run(root, name)
+        if request.run_dir is not None:
+            return new_run_at(request.run_dir)
+        return new_run(config.track.run_dir, config.name)
 
     with contextlib.ExitStack() as stack:
         joined = None
@@ -305,9 +311,11 @@ def _run_config(request: _Request) -> None:
         else:
             run = make_folder()
             stack.enter_context(run.in_use())
-            run.save_config(dump(config))
+            if request.resume is None:
+                run.save_config(dump(config))
         tell(f"run folder: {run}")
-        _launch(config, run, joined, resume=request.resume is not None)
+        settings = None if request.resume is None else _new_settings(config, run, stack)
+        _launch(config, run, joined, settings, resume=request.resume is not None)
         if joined is not None and not joined.is_main:
             tell(f"done; the run is shown on node 0 ({joined.meeting.nodes[0]})")
             return
@@ -339,10 +347,38 @@ def _meet(
     return meet(config, nodes, asked_of(flat(settings), **more), stack)
 
 
-def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, resume: bool) -> None:
+def _new_settings(config: Config, run: RunFolder, stack: contextlib.ExitStack) -> Path | None:
+    """The settings with which a run goes on, outside of its folder, where they are other ones.
+
+    Its ranks put them there when all of them have accepted them: a resume that is refused, or
+    killed before, leaves the run as it was.
+    """
+    import tempfile
+    from pathlib import Path
+
+    from paceline.config import dump
+
+    text = dump(config)
+    if run.has_config(text):
+        return None
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-settings-"))
+    settings = Path(folder) / run.config.name
+    settings.write_text(text, encoding="utf-8")
+    return settings
+
+
+def _launch(
+    config: Config,
+    run: RunFolder,
+    joined: Joined | None = None,
+    settings: Path | None = None,
+    *,
+    resume: bool,
+) -> None:
     from paceline.cli.train_report import (
         exit_status,
         has_checkpoint,
+        not_taken,
         resume_hint,
         say_stopped,
         tell,
@@ -354,11 +390,15 @@ def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, res
 
     assert isinstance(config.launch.nproc, int)
     more: dict[str, Any] = {"events_dir": run.path}
+    arguments = []
     if joined is not None:
         more |= joined.job_options(config)
         resume = joined.resume
+        arguments += [] if joined.shared else ["--own-folder"]
+    arguments += ["--resume"] if resume else []
+    arguments += [] if settings is None else ["--settings", str(settings)]
     job = LocalJob(
-        command=["-m", "paceline.trainer.run", str(run), *(["--resume"] if resume else [])],
+        command=["-m", "paceline.trainer.run", str(run), *arguments],
         nproc=config.launch.nproc,
         log_dir=run.logs,
         limits=Limits(
@@ -379,12 +419,12 @@ def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, res
         if joined is not None and not joined.meeting.is_closed():
             tell("this machine has left the run; the same command joins it again")
             raise SystemExit(exit_status(stop)) from None
-        say_stopped(run, stop)
+        say_stopped(run, stop, settings)
     except RankFailed as error:
         if error.would_recur and not has_checkpoint(run):
             raise  # to start it again would only repeat it
         raise RankFailed(
-            f"{error}\n{resume_hint(run)}",
+            f"{error}\n{not_taken(run, settings)}{resume_hint(run)}",
             rank=error.rank,
             exit_code=error.exit_code,
             traceback=error.traceback,

@@ -65,8 +65,13 @@ def say_done(config: Config, run: RunFolder, source: str | None, *, resumed: boo
         tell("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
 
 
-def say_stopped(run: RunFolder, stop: KeyboardInterrupt | SystemExit) -> NoReturn:
-    """Where a run was stopped, what is saved, how to go on; then leave with the signal's status."""
+def say_stopped(
+    run: RunFolder, stop: KeyboardInterrupt | SystemExit, settings: Path | None = None
+) -> NoReturn:
+    """Where a run was stopped, what is saved, how to go on; then leave with the signal's status.
+
+    ``settings`` are those that it was to go on with, where they are other ones.
+    """
     summary = Summary.read(run.path)
     where = "stopped before the first step"
     if summary.step is not None:
@@ -78,13 +83,20 @@ def say_stopped(run: RunFolder, stop: KeyboardInterrupt | SystemExit) -> NoRetur
         tell(f"{where}; saved to {saved.path}")
     else:
         tell(f"{where}; the last checkpoint is of step {saved.step}: {saved.path}")
-    tell(resume_hint(run))
+    tell(f"{not_taken(run, settings)}{resume_hint(run)}")
     raise SystemExit(exit_status(stop)) from None
 
 
 def has_checkpoint(run: RunFolder) -> bool:
     """Whether anything of a run was saved."""
     return Summary.read(run.path).checkpoint is not None
+
+
+def not_taken(run: RunFolder, settings: Path | None) -> str:
+    """A line that says so where a run ended before it had taken over its new ``settings``."""
+    if settings is None or run.has_config(settings.read_text(encoding="utf-8")):
+        return ""
+    return f"The new settings were not taken over: {run.config} is as it was.\n"
 
 
 def resume_hint(run: RunFolder) -> str:

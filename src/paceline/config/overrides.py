@@ -65,13 +65,14 @@ def as_shown(override: str) -> str:
 
 def _replace_other(data: dict[str, Any], pair: tuple[Path, Path], laid: list[Path]) -> None:
     """Clear the key of ``pair`` that the file set, where an override sets the other one."""
-    overridden = [any(key[: len(path)] == path for path in laid) for key in pair]
-    for (key, other), own, others in (
-        (pair, overridden[0], overridden[1]),
-        (pair[::-1], overridden[1], overridden[0]),
-    ):
-        if own and not others and _get(data, key) is not None and _get(data, other) is not None:
+    for key, other in (pair, pair[::-1]):
+        replaces = _is_laid(key, laid) and not _is_laid(other, laid)
+        if replaces and _get(data, key) is not None and _get(data, other) is not None:
             _put(data, other, None)
+
+
+def _is_laid(key: Path, laid: list[Path]) -> bool:
+    return any(key[: len(path)] == path for path in laid)
 
 
 def _get(data: Any, path: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -120,6 +120,10 @@ class Trainer:
         self.events_are_shown = False
         # Seconds from a signal until a launcher ends the ranks, where one has told.
         self.grace: float | None = None
+        # Called on each rank when all of them have done a first step with their settings.
+        self.when_accepted: Callable[[], None] | None = None
+        # What fit was asked for: epochs, steps.
+        self.length: tuple[int | None, int | None] = (None, None)
         self.epoch = 0
         self._engine: Engine | None = None
         self._stops: StopRequests | None = None
@@ -210,6 +214,7 @@ class Trainer:
         self, train: Any, val: Any, epochs: int | None, steps: int | None, resume: bool
     ) -> History:
         """``fit`` on this rank."""
+        self.length = (epochs, steps)
         world = World.init(timeout=self.timeout)
         if not self.model.training:
             self.model.train()
