@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.console import say
 from paceline.cli.options import Overrides, Spread
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def train(
         (_run_config if script is None else _run_script)(request)
     except KeyboardInterrupt:
         # Click would make "Aborted!" and status 1 of it.
-        typer.echo("interrupted before the ranks were started", err=True)
+        say("interrupted before the ranks were started", error=True)
         raise SystemExit(130) from None
 
 
@@ -249,7 +250,7 @@ def _run_script(request: _Request) -> None:
         joined = None
         if config.launch.rdzv is not None:
             joined = _meet(config, request, make_folder, stack, script=" ".join(command))
-            typer.echo(joined.where(), err=True)
+            say(joined.where(), error=True)
         run = make_folder() if joined is None else joined.run
         # A script may not be made to run twice: its restarts, unlike a config's, must be asked for.
         restarts = config.launch.max_restarts if request.asks_for("launch.max_restarts") else 0
@@ -267,7 +268,7 @@ def _run_script(request: _Request) -> None:
         try:
             launch(job)
         except (KeyboardInterrupt, SystemExit) as stop:
-            typer.echo(f"stopped; logs: {run.logs}", err=True)
+            say(f"stopped; logs: {run.logs}", error=True)
             raise SystemExit(exit_status(stop)) from None
 
 
@@ -275,7 +276,7 @@ def _run_script(request: _Request) -> None:
 
 
 def _run_config(request: _Request) -> None:
-    from paceline.cli.train_report import is_finished, say_done, tell
+    from paceline.cli.train_report import is_finished, say_done
     from paceline.config import dump, load, resolve, summary
     from paceline.errors import ConfigError
     from paceline.launch.run_folder import new_run, new_run_at, open_run
@@ -303,21 +304,21 @@ def _run_config(request: _Request) -> None:
 
     with contextlib.ExitStack() as stack:
         joined = None
-        tell(summary(config))
+        say(summary(config))
         if config.launch.rdzv is not None:
             joined = _meet(config, request, make_folder, stack)
             run = joined.run
-            tell(joined.where())
+            say(joined.where())
         else:
             run = make_folder()
             stack.enter_context(run.in_use())
             if request.resume is None:
                 run.save_config(dump(config))
-        tell(f"run folder: {run}")
+        say(f"run folder: {run}")
         settings = None if request.resume is None else _new_settings(config, run, stack)
         _launch(config, run, joined, settings, resume=request.resume is not None)
         if joined is not None and not joined.is_main:
-            tell(f"done; the run is shown on node 0 ({joined.meeting.nodes[0]})")
+            say(f"done; the run is shown on node 0 ({joined.meeting.nodes[0]})")
             return
     say_done(config, run, source, resumed=request.resume is not None)
 
@@ -381,7 +382,6 @@ def _launch(
         not_taken,
         resume_hint,
         say_stopped,
-        tell,
     )
     from paceline.errors import RankFailed
     from paceline.launch.local import LocalJob, launch
@@ -417,7 +417,7 @@ def _launch(
             launch(job)
     except (KeyboardInterrupt, SystemExit) as stop:
         if joined is not None and not joined.meeting.is_closed():
-            tell("this machine has left the run; the same command joins it again")
+            say("this machine has left the run; the same command joins it again")
             raise SystemExit(exit_status(stop)) from None
         say_stopped(run, stop, settings)
     except RankFailed as error:

@@ -202,7 +202,7 @@ def _lock(file: TextIO, kind: int) -> bool:
 
 def new_run(root: str | os.PathLike[str], name: str) -> RunFolder:
     """Make ``root/<name>-<date>-<time>``; an existing folder is never taken, not even in a race."""
-    check_name(root)
+    check_name(Path(root) / name)
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     number = 1
     while True:

@@ -174,9 +174,7 @@ def _is_state(entry: Any) -> bool:
     return isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)
 
 
-def is_longer(
-    length: tuple[int | None, int | None], before: tuple[int | None, int | None]
-) -> bool:
+def is_longer(length: tuple[int | None, int | None], before: tuple[int | None, int | None]) -> bool:
     """Whether a run of ``length`` (epochs, steps) goes beyond one of the length ``before``.
 
     Epochs and steps are not compared with each other: another unit is a new wish.

@@ -20,11 +20,12 @@ from paceline.engine.arguments import check_arguments, check_switches
 from paceline.engine.checks import check_rules_match
 from paceline.engine.loss import LossFunction
 from paceline.engine.options import DEFAULTS, OptimizerFactory, check_option_names, ways_of
-from paceline.errors import CheckpointError, DataError, TrainingError
+from paceline.errors import CheckpointError, ConfigError, DataError, TrainingError
 from paceline.events import FILE_NAME, Note
 from paceline.launch.capacity import check_nproc
 from paceline.launch.environment import read_environment
 from paceline.launch.policy import Limits
+from paceline.launch.run_folder import check_name
 from paceline.layout import Layout
 from paceline.parallel.compose import check_layout
 from paceline.track import Tracker
@@ -39,7 +40,6 @@ from paceline.trainer.restoring import load_weights
 from paceline.trainer.saving import Checkpoints, Stateful, checked_objects
 from paceline.trainer.stopping import STOP, StopRequests
 from paceline.world import World
-
 
 _ALONE = EngineOptions(
     layout="dp=1",
@@ -483,6 +483,10 @@ def _check_run_dir(run_dir: Any) -> None:
         raise TrainingError(
             f"run_dir={run_dir!r} must be a folder's path, or None to keep nothing on disk."
         )
+    try:
+        check_name(run_dir)
+    except ConfigError as error:
+        raise TrainingError(f"run_dir={os.fspath(run_dir)!r}: {error}") from None
 
 
 def _check_writable(folder: Path) -> None:
