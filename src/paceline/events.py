@@ -419,7 +419,7 @@ class EventLog:
             if self._say is not None:
                 self._say(f"{self.path} was deleted while the run goes on; it is begun anew.")
             found = os.fstat(self._file.fileno())
-        # A writer that was killed, or met a full disk, may leave half a line: this one stands alone.
+        # A writer that was killed, or met a full disk, may have left half a line.
         broken = found.st_size and os.pread(self._file.fileno(), 1, found.st_size - 1) != b"\n"
         data = b"\n" + data if broken else data
         written = self._file.write(data)

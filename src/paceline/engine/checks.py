@@ -158,8 +158,8 @@ def load_schedule(schedule: LRScheduler, saved: Any) -> None:
         if not (numbers or known is None or value is None or isinstance(value, type(known))):
             raise CheckpointError(
                 f"the saved state of the schedule ({type(schedule).__name__}) has {name}="
-                f"{value!r:.60}, where this one has {known!r:.60}. Use the schedule of that run, or "
-                "resume from another checkpoint."
+                f"{value!r:.60}, where this one has {known!r:.60}. Use the schedule of that run, "
+                "or resume from another checkpoint."
             )
     schedule.load_state_dict({**own, **taken})
 

@@ -6,6 +6,7 @@ writing end on to every process it starts, and shows each line that comes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 
@@ -31,10 +32,8 @@ class Notices:
 
     def take(self) -> list[str]:
         """The lines that have come since the last call."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             self._partial += os.read(self._reading, _CHUNK)
-        except BlockingIOError:
-            pass
         *lines, self._partial = self._partial.split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 

@@ -173,8 +173,10 @@ def _hold(file: TextIO, identity: str | None) -> str | None:
     while True:
         if _lock(file, fcntl.LOCK_EX):
             file.truncate(0)
-            # On the descriptor: text that a full disk refuses is not tried again at the close.
-            os.write(file.fileno(), f"{os.getpid()} {identity or ''}".rstrip().encode())
+            # On the descriptor: text that a full disk refuses is not tried again at the close. It
+            # is for a person to read; what holds the folder is the lock.
+            with contextlib.suppress(OSError):
+                os.write(file.fileno(), f"{os.getpid()} {identity or ''}".rstrip().encode())
             if identity is not None:
                 fcntl.flock(file, fcntl.LOCK_SH)
             return None
@@ -299,8 +301,8 @@ def check_name(path: str | os.PathLike[str]) -> None:
 
 def _of_a_trainer(run: RunFolder) -> str:
     return (
-        f"run folder {str(run.path)!r} was made by a paceline.Trainer (or a script), so that it has "
-        "no config to go on with. Go on from the program that made it: fit(..., resume=True) with "
+        f"run folder {str(run.path)!r} was made by a paceline.Trainer (or a script), so that it "
+        "has no config to go on with. Go on from the program that made it: fit(..., resume=True) with "
         f"run_dir={str(run.path)!r}."
     )
 

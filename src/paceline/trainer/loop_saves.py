@@ -236,9 +236,9 @@ class Saves:
     def _what_is_lost(self, error: str) -> str:
         """The error at the end of a run whose last state is lost, and where the one before is."""
         step = self.engine.steps_done
-        if self.trainer.checkpoint.memory_every is not None and self.checkpoints is not None:
-            if self._snapped_at != step:
-                self._snapshot(self.checkpoints)
+        wanted = self.trainer.checkpoint.memory_every is not None and self._snapped_at != step
+        if wanted and self.checkpoints is not None:
+            self._snapshot(self.checkpoints)
         if self._snapped_at == step:
             left = f"A copy of step {step} is in memory, from which a resume goes on: make room, "
             left += "and resume before this machine is restarted."

@@ -37,10 +37,10 @@ class Reporter:
         self.history.add(event)
         if self._warns and (told := trouble(event)) is not None:
             warnings.warn(told, stacklevel=3)
-        if self._log is not None and not self._log.write(event):
-            # Whoever shows the events of this run cannot read this one there.
-            if not self._trackers and (line := line_of(event)) is not None:
-                notices.tell(line)
+        lost = self._log is not None and not self._log.write(event)
+        # Whoever shows the events of this run cannot read this one there.
+        if lost and not self._trackers and (line := line_of(event)) is not None:
+            notices.tell(line)
         for tracker in list(self._trackers):
             self._shielded(tracker, partial(tracker.handle, event))
 
