@@ -64,7 +64,7 @@ def one_log_for_both_streams(log: str) -> None:
 def _text(descriptor: int, before: object, errors: str) -> io.TextIOWrapper:
     encoding = getattr(before, "encoding", None) or "utf-8"
     return io.TextIOWrapper(
-        ForgivingFile(descriptor),  # type: ignore[arg-type]
+        ForgivingFile(descriptor),
         encoding=encoding,
         errors=getattr(before, "errors", None) or errors,
         write_through=True,

@@ -302,8 +302,8 @@ def check_name(path: str | os.PathLike[str]) -> None:
 def _of_a_trainer(run: RunFolder) -> str:
     return (
         f"run folder {str(run.path)!r} was made by a paceline.Trainer (or a script), so that it "
-        "has no config to go on with. Go on from the program that made it: fit(..., resume=True) with "
-        f"run_dir={str(run.path)!r}."
+        "has no config to go on with. Go on from the program that made it: fit(..., resume=True) "
+        f"with run_dir={str(run.path)!r}."
     )
 
 
