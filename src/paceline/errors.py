@@ -14,6 +14,7 @@ Each message names the value that was found, the rule it breaks and what to do n
     ├── NonFiniteError (ArithmeticError)  NaN or Inf in the loss or the gradients
     ├── CheckpointError (RuntimeError)    a checkpoint that cannot be written, found or read
     │   ├── CheckpointDamaged             its bytes are not those that were written
+    │   ├── NotSaved                      a run has ended, and its last state could not be saved
     │   └── StorageError                  the disk or the store refused: full, read-only, gone
     ├── LaunchError (RuntimeError)        processes that could not be started
     │   └── RankFailed                    a rank died; carries its rank, exit code and traceback
@@ -83,6 +84,10 @@ class CheckpointError(PacelineError, RuntimeError):
 
 class CheckpointDamaged(CheckpointError):
     """A checkpoint whose bytes are not those that were written, or not all there."""
+
+
+class NotSaved(CheckpointError):
+    """A run came to its end, but what it learned last could not be saved."""
 
 
 class StorageError(CheckpointError):

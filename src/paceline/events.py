@@ -9,12 +9,16 @@ fields it does not know are dropped, so that an old reader can follow a newer ru
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import io
 import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -138,7 +142,8 @@ class MemoryMeasured(Event):
 class CheckpointSaved(Event):
     """A checkpoint is complete on disk, verified, and safe to resume from.
 
-    ``reason`` is ``every``, ``minutes``, ``epoch``, ``best``, ``asked``, ``stop`` or ``end``;
+    ``reason`` is ``every``, ``minutes``, ``epoch``, ``best``, ``asked``, ``retry`` (an earlier one
+    failed), ``stop`` or ``end``;
     ``seconds`` is how long writing took, ``stalled`` how long the run stood still for it.
     """
 
@@ -346,34 +351,110 @@ class Straggler(Event):
     share: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class EventsLost(Event):
+    """``count`` events before this one could not be written, since ``since``, because of ``error``.
+
+    ``what`` counts them by kind.
+    """
+
+    count: int
+    since: float
+    error: str
+    what: dict[str, int] = field(default_factory=dict)
+
+
 class EventLog:
     """Appends events to ``<folder>/events.jsonl``, one unbuffered write a line.
 
     Several processes may append to one file: each line is a single ``O_APPEND`` write.
+
+    A run goes on when its events cannot be written (a full disk, a quota, one that fails or became
+    read-only): they are dropped and counted, ``say`` is told once, and as soon as there is room
+    again the log says how many are missing. A file that was deleted is made anew. That the log
+    cannot even be opened is an ``OSError``.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], say: Callable[[str], None] | None = None
+    ) -> None:
         self.path = Path(folder) / FILE_NAME
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._end_broken_line()
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._say = say
+        self._lost: Counter[str] = Counter()
+        self._lost_since = 0.0
+        self._error = ""
+        self._file = self._open()
 
-    def write(self, event: Event) -> None:
-        """Append one event."""
-        self._file.write(event.to_json().encode() + b"\n")
+    def write(self, event: Event) -> bool:
+        """Append one event; whether it was written."""
+        lines = [event]
+        if self._lost:
+            lines.insert(0, self._of_the_lost())
+        data = b"".join(line.to_json().encode() + b"\n" for line in lines)
+        try:
+            self._append(data)
+        except OSError as error:
+            self._lose(event, error)
+            return False
+        self._lost.clear()
+        return True
 
     def close(self) -> None:
         """Close the file; further writes fail."""
+        if self._lost:
+            with contextlib.suppress(OSError):
+                self._append(self._of_the_lost().to_json().encode() + b"\n")
         self._file.close()
 
-    def _end_broken_line(self) -> None:
-        """A killed writer may leave half a line: end it, so that the next one stands alone."""
-        if not self.path.exists() or self.path.stat().st_size == 0:
-            return
-        with open(self.path, "rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+    def _open(self) -> io.FileIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Readable, too: see _append.
+        return open(self.path, "ab+", buffering=0)
+
+    def _append(self, data: bytes) -> None:
+        found = os.fstat(self._file.fileno())
+        if found.st_nlink == 0:
+            file, self._file = self._file, self._open()
+            file.close()
+            if self._say is not None:
+                self._say(f"{self.path} was deleted while the run goes on; it is begun anew.")
+            found = os.fstat(self._file.fileno())
+        # A writer that was killed, or met a full disk, may have left half a line.
+        broken = found.st_size and os.pread(self._file.fileno(), 1, found.st_size - 1) != b"\n"
+        data = b"\n" + data if broken else data
+        written = self._file.write(data)
+        if written != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _lose(self, event: Event, error: OSError) -> None:
+        if not self._lost:
+            self._lost_since, self._error = event.time, error.strerror or str(error)
+            if self._say is not None:
+                self._say(
+                    f"the run's events cannot be written to {self.path} ({self._error}). The run "
+                    "goes on, and they are dropped until that is put right."
+                )
+        self._lost[type(event).__name__] += 1
+
+    def _of_the_lost(self) -> EventsLost:
+        return EventsLost(
+            count=self._lost.total(),
+            since=self._lost_since,
+            error=self._error,
+            what=dict(self._lost),
+        )
+
+
+def append(folder: str | os.PathLike[str], event: Event) -> bool:
+    """Add one event to the log in ``folder``; whether that could be done."""
+    try:
+        log = EventLog(folder)
+    except OSError:
+        return False
+    try:
+        return log.write(event)
+    finally:
+        log.close()
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[Event]:

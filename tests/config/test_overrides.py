@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import Config, load
+from paceline.config import Config, load, load_checked
 from paceline.errors import ConfigError
 
 
@@ -72,3 +72,31 @@ def test_a_value_that_is_no_yaml() -> None:
         "--set optimizer.args.betas=[0.9: not valid YAML: expected ',' or ']', "
         "but got '<stream end>'",
     )
+
+
+@pytest.mark.parametrize("written", [{"epochs": 3}, {"epochs": 3, "steps": None}])
+def test_an_override_of_one_of_two_exclusive_keys_replaces_the_other(
+    written: dict[str, Any],
+) -> None:
+    config = load_checked({"train": written}, ["train.steps=50"])
+    assert (config.train.steps, config.train.epochs) == (50, None)
+    config = load_checked({"train": {"steps": 50}}, ["train.epochs=2"])
+    assert (config.train.steps, config.train.epochs) == (None, 2)
+    config = load_checked({"train": written}, ["train={steps: 50, eval_every: 2}"])
+    assert (config.train.steps, config.train.epochs) == (50, None)
+    # Nothing to replace: a key that is cleared, or set to what cannot be.
+    assert load_checked({"train": {"epochs": 3}}, ["train.steps=null"]).train.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides"),
+    [
+        ({}, ["train.steps=50", "train.epochs=2"]),
+        ({}, ["train={steps: 50}", "train.epochs=2"]),
+        ({}, ["train={steps: 50, epochs: 2}"]),
+        ({"train": {"steps": 50, "epochs": 2}}, ["seed=1"]),
+    ],
+)
+def test_one_source_that_sets_both_is_refused(data: Any, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"train.steps=50 and train.epochs=2 are both set"):
+        load_checked(data, overrides)

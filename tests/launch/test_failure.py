@@ -93,9 +93,11 @@ def test_a_mistake_that_paceline_tells_itself_needs_no_traceback() -> None:
         "Its whole log, with the traceback: rank1.log"
     )
     assert (error.traceback, error.would_recur) == ("Traceback of rank 1", True)
+    unreadable = dataclasses.replace(refused, types=("paceline.errors.CheckpointError",))
+    assert "Traceback" not in str(explain([unreadable], nproc=2)).partition("\n\n")[0]
     for theirs in (
         dataclasses.replace(refused, from_paceline=False),
-        dataclasses.replace(refused, types=("paceline.errors.CheckpointError",)),
+        dataclasses.replace(refused, types=("paceline.errors.WorldError",)),
     ):
         assert "Traceback of rank 1" in str(explain([theirs], nproc=2))
 

@@ -121,10 +121,11 @@ def test_a_run_that_was_cut_short_has_no_end() -> None:
     summary = Summary.of([started(), step(1, seconds=1.0)])
     assert summary.finished is None
     assert summary.lines()[0] == "the run left no record of its end"
-    again = Summary.of(
-        [RunFinished(reason="done", step=1, epoch=0, samples=1, seconds=1.0), started(first=1)]
-    )
+    done = RunFinished(reason="done", step=1, epoch=0, samples=1, seconds=1.0)
+    again = Summary.of([done, started(first=1), step(2)])
     assert again.finished is None, "it goes on"
+    refused = Summary.of([done, started(first=1)])
+    assert refused.finished == done, "it was started, but has done nothing since"
 
 
 def test_a_folder_without_events_is_an_empty_summary(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli import bench, checkpoint, config
+from paceline.cli.console import give_up, open_standard_streams, say
 from paceline.cli.diagnose import diagnose
 from paceline.cli.doctor import doctor
 from paceline.cli.rendezvous import rendezvous
@@ -61,12 +62,35 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Run the command line; errors that Paceline raises on purpose end as text, not traceback."""
+    """Run the command line; errors that Paceline raises on purpose end as text, not traceback.
+
+    So does what the system refuses: a full disk, a folder without rights, a name too long.
+    """
+    open_standard_streams()
     try:
         app(prog_name="paceline")
     except PacelineError as error:
-        print(error, file=sys.stderr)
+        say(str(error), error=True)
         sys.exit(exit_status(error))
+    except OSError as error:
+        give_up_on_full_console()
+        say(f"paceline: {_refused(error)}", error=True)
+        sys.exit(1)
+
+
+def give_up_on_full_console() -> None:
+    """Where standard output takes nothing, its rest must not end the process a second time."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        give_up(sys.stdout)
+
+
+def _refused(error: OSError) -> str:
+    """What the system refused, and for which file, in one sentence."""
+    why = error.strerror or str(error) or type(error).__name__
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return f"{' -> '.join(names)}: {why}." if names else f"{why}."
 
 
 def exit_status(error: PacelineError) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.console import say
 from paceline.cli.options import Overrides, Spread
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def train(
         (_run_config if script is None else _run_script)(request)
     except KeyboardInterrupt:
         # Click would make "Aborted!" and status 1 of it.
-        typer.echo("interrupted before the ranks were started", err=True)
+        say("interrupted before the ranks were started", error=True)
         raise SystemExit(130) from None
 
 
@@ -139,6 +140,9 @@ class _Request:
                 f"--resume {self.resume} with CONFIG {self.configs[0]}: a run folder has its own "
                 "config; change values of it with --set"
             )
+        for flag, folder in (("--resume", self.resume), ("--run-dir", self.run_dir)):
+            if folder is not None and not folder.strip():
+                problems.append(f"{flag} {folder!r}: the name is empty; name a folder")
         if self.resume is not None and self.run_dir is not None:
             problems.append(
                 f"--resume {self.resume} with --run-dir {self.run_dir}: a resumed run stays in its "
@@ -237,14 +241,16 @@ def _run_script(request: _Request) -> None:
     assert isinstance(config.launch.nproc, int)
 
     def make_folder() -> RunFolder:
-        return new_run_at(request.run_dir) if request.run_dir else new_run("runs", script.stem)
+        if request.run_dir is not None:
+            return new_run_at(request.run_dir)
+        return new_run("runs", script.stem)
 
     command = ["script", str(script), *request.script_arguments]
     with contextlib.ExitStack() as stack:
         joined = None
         if config.launch.rdzv is not None:
             joined = _meet(config, request, make_folder, stack, script=" ".join(command))
-            typer.echo(joined.where(), err=True)
+            say(joined.where(), error=True)
         run = make_folder() if joined is None else joined.run
         # A script may not be made to run twice: its restarts, unlike a config's, must be asked for.
         restarts = config.launch.max_restarts if request.asks_for("launch.max_restarts") else 0
@@ -262,7 +268,7 @@ def _run_script(request: _Request) -> None:
         try:
             launch(job)
         except (KeyboardInterrupt, SystemExit) as stop:
-            typer.echo(f"stopped; logs: {run.logs}", err=True)
+            say(f"stopped; logs: {run.logs}", error=True)
             raise SystemExit(exit_status(stop)) from None
 
 
@@ -270,7 +276,7 @@ def _run_script(request: _Request) -> None:
 
 
 def _run_config(request: _Request) -> None:
-    from paceline.cli.train_report import is_finished, say_done, tell
+    from paceline.cli.train_report import is_finished, say_done
     from paceline.config import dump, load, resolve, summary
     from paceline.errors import ConfigError
     from paceline.launch.run_folder import new_run, new_run_at, open_run
@@ -292,24 +298,27 @@ def _run_config(request: _Request) -> None:
     def make_folder() -> RunFolder:
         if request.resume is not None:
             return open_run(request.resume)
-        root, name = config.track.run_dir, config.name
-        return new_run_at(request.run_dir) if request.run_dir else new_run(root, name)
+        if request.run_dir is not None:
+            return new_run_at(request.run_dir)
+        return new_run(config.track.run_dir, config.name)
 
     with contextlib.ExitStack() as stack:
         joined = None
-        tell(summary(config))
+        say(summary(config))
         if config.launch.rdzv is not None:
             joined = _meet(config, request, make_folder, stack)
             run = joined.run
-            tell(joined.where())
+            say(joined.where())
         else:
             run = make_folder()
             stack.enter_context(run.in_use())
-            run.save_config(dump(config))
-        tell(f"run folder: {run}")
-        _launch(config, run, joined, resume=request.resume is not None)
+            if request.resume is None:
+                run.save_config(dump(config))
+        say(f"run folder: {run}")
+        settings = None if request.resume is None else _new_settings(config, run, stack)
+        _launch(config, run, joined, settings, resume=request.resume is not None)
         if joined is not None and not joined.is_main:
-            tell(f"done; the run is shown on node 0 ({joined.meeting.nodes[0]})")
+            say(f"done; the run is shown on node 0 ({joined.meeting.nodes[0]})")
             return
     say_done(config, run, source, resumed=request.resume is not None)
 
@@ -339,13 +348,40 @@ def _meet(
     return meet(config, nodes, asked_of(flat(settings), **more), stack)
 
 
-def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, resume: bool) -> None:
+def _new_settings(config: Config, run: RunFolder, stack: contextlib.ExitStack) -> Path | None:
+    """The settings with which a run goes on, outside of its folder, where they are other ones.
+
+    Its ranks put them there when all of them have accepted them: a resume that is refused, or
+    killed before, leaves the run as it was.
+    """
+    import tempfile
+    from pathlib import Path
+
+    from paceline.config import dump
+
+    text = dump(config)
+    if run.has_config(text):
+        return None
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-settings-"))
+    settings = Path(folder) / run.config.name
+    settings.write_text(text, encoding="utf-8")
+    return settings
+
+
+def _launch(
+    config: Config,
+    run: RunFolder,
+    joined: Joined | None = None,
+    settings: Path | None = None,
+    *,
+    resume: bool,
+) -> None:
     from paceline.cli.train_report import (
         exit_status,
         has_checkpoint,
+        not_taken,
         resume_hint,
         say_stopped,
-        tell,
     )
     from paceline.errors import RankFailed
     from paceline.launch.local import LocalJob, launch
@@ -354,11 +390,15 @@ def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, res
 
     assert isinstance(config.launch.nproc, int)
     more: dict[str, Any] = {"events_dir": run.path}
+    arguments = []
     if joined is not None:
         more |= joined.job_options(config)
         resume = joined.resume
+        arguments += [] if joined.shared else ["--own-folder"]
+    arguments += ["--resume"] if resume else []
+    arguments += [] if settings is None else ["--settings", str(settings)]
     job = LocalJob(
-        command=["-m", "paceline.trainer.run", str(run), *(["--resume"] if resume else [])],
+        command=["-m", "paceline.trainer.run", str(run), *arguments],
         nproc=config.launch.nproc,
         log_dir=run.logs,
         limits=Limits(
@@ -377,14 +417,14 @@ def _launch(config: Config, run: RunFolder, joined: Joined | None = None, *, res
             launch(job)
     except (KeyboardInterrupt, SystemExit) as stop:
         if joined is not None and not joined.meeting.is_closed():
-            tell("this machine has left the run; the same command joins it again")
+            say("this machine has left the run; the same command joins it again")
             raise SystemExit(exit_status(stop)) from None
-        say_stopped(run, stop)
+        say_stopped(run, stop, settings)
     except RankFailed as error:
         if error.would_recur and not has_checkpoint(run):
             raise  # to start it again would only repeat it
         raise RankFailed(
-            f"{error}\n{resume_hint(run)}",
+            f"{error}\n{not_taken(run, settings)}{resume_hint(run)}",
             rank=error.rank,
             exit_code=error.exit_code,
             traceback=error.traceback,

@@ -132,7 +132,7 @@ class Nodes:
             return  # a script's run has no events
         assert self.run is not None
         if self._log is None:
-            self._log = EventLog(self.run.path)
+            self._log = EventLog(self.run.path, _say)
             self._stack.callback(self._log.close)
         self._log.write(event)
 
@@ -154,7 +154,8 @@ class Nodes:
             run.unmark(identity, places)
 
     def _save_config(self, run: RunFolder) -> None:
-        if self._config_text is not None:
+        """Of a new run. One that goes on has settings, which stay until its ranks take new ones."""
+        if self._config_text is not None and self._resume is None:
             run.save_config(self._config_text)
 
     def _checkpoint_places(self, run: RunFolder) -> list[str]:

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import NoReturn
 
+from paceline.cli.console import say
 from paceline.config import Config
 from paceline.config.secrets import Secret, masked
 from paceline.launch.run_folder import RunFolder
 from paceline.track.summary import Summary
-
-
-def tell(line: str = "") -> None:
-    """Print a line; a console that is gone (closed pipe, hung-up terminal) is not the run's fault.
-
-    Without this, a run that ended well would leave with the status of a broken pipe.
-    """
-    try:
-        print(line, flush=True)
-    except OSError:
-        # Or else Python itself complains when it flushes the stream at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def is_finished(run: RunFolder, stored: Config, config: Config) -> bool:
@@ -35,8 +23,8 @@ def is_finished(run: RunFolder, stored: Config, config: Config) -> bool:
     )
     if finished is None or finished.reason == "interrupted" or not same_length:
         return False
-    tell(f"{run} is already finished, at step {finished.step}.")
-    tell(f"To train it longer: {_longer(config, run)}")
+    say(f"{run} is already finished, at step {finished.step}.")
+    say(f"To train it longer: {_longer(config, run)}")
     return True
 
 
@@ -46,45 +34,57 @@ def say_done(config: Config, run: RunFolder, source: str | None, *, resumed: boo
     ``source`` is its config file; that of a run that was ``resumed`` is not known, so that nothing
     is said of starting it anew.
     """
-    tell()
+    say()
     for line in Summary.read(run.path).lines():
-        tell(line)
-    tell(f"  run folder       {run}")
-    tell()
-    tell("What next:")
-    tell(f"  train longer     {_longer(config, run)}")
+        say(line)
+    say(f"  run folder       {run}")
+    say()
+    say("What next:")
+    say(f"  train longer     {_longer(config, run)}")
     if config.track.tensorboard:
-        tell(f"  see the curves   tensorboard --logdir {_quoted(run.tensorboard)}")
+        say(f"  see the curves   tensorboard --logdir {_quoted(run.tensorboard)}")
     elif not resumed:
         again = f"paceline train {shlex.quote(source)}" if source else "paceline train"
-        tell(f"  see the curves   {again} --set track.tensorboard=true")
+        say(f"  see the curves   {again} --set track.tensorboard=true")
     if config.track.mlflow is not None:
         store = masked(mlflow_uri(config, run))
-        tell(f"                   mlflow ui --backend-store-uri {store}")
+        say(f"                   mlflow ui --backend-store-uri {store}")
     if source is None and not resumed:
-        tell("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
+        say("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
 
 
-def say_stopped(run: RunFolder, stop: KeyboardInterrupt | SystemExit) -> NoReturn:
-    """Where a run was stopped, what is saved, how to go on; then leave with the signal's status."""
+def say_stopped(
+    run: RunFolder, stop: KeyboardInterrupt | SystemExit, settings: Path | None = None
+) -> NoReturn:
+    """Where a run was stopped, what is saved, how to go on; then leave with the signal's status.
+
+    ``settings`` are those that it was to go on with, where they are other ones.
+    """
     summary = Summary.read(run.path)
     where = "stopped before the first step"
     if summary.step is not None:
         where = f"stopped at step {summary.step.step}"
     saved = summary.checkpoint
     if saved is None:
-        tell(f"{where}; nothing had been saved yet")
+        say(f"{where}; nothing had been saved yet")
     elif summary.step is None or saved.step >= summary.step.step:
-        tell(f"{where}; saved to {saved.path}")
+        say(f"{where}; saved to {saved.path}")
     else:
-        tell(f"{where}; the last checkpoint is of step {saved.step}: {saved.path}")
-    tell(resume_hint(run))
+        say(f"{where}; the last checkpoint is of step {saved.step}: {saved.path}")
+    say(f"{not_taken(run, settings)}{resume_hint(run)}")
     raise SystemExit(exit_status(stop)) from None
 
 
 def has_checkpoint(run: RunFolder) -> bool:
     """Whether anything of a run was saved."""
     return Summary.read(run.path).checkpoint is not None
+
+
+def not_taken(run: RunFolder, settings: Path | None) -> str:
+    """A line that says so where a run ended before it had taken over its new ``settings``."""
+    if settings is None or run.has_config(settings.read_text(encoding="utf-8")):
+        return ""
+    return f"The new settings were not taken over: {run.config} is as it was.\n"
 
 
 def resume_hint(run: RunFolder) -> str:

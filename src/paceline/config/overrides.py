@@ -13,17 +13,22 @@ from paceline.config.values import found
 from paceline.config.wire import spelled_out
 from paceline.errors import ConfigError
 
+EXCLUSIVE: tuple[tuple[Path, Path], ...] = ((("train", "steps"), ("train", "epochs")),)
+"""Pairs of keys of which a config sets one: an override of either replaces the other."""
+
 
 def apply(
     data: Mapping[str, Any], overrides: Iterable[str], sources: Sources
 ) -> tuple[dict[str, Any], list[str]]:
     """``data`` with each ``key=value`` laid over it in turn, and the problems met on the way.
 
-    The value is YAML (``[0.9, 0.95]``, ``null``, ``3e-4``); it replaces whatever stood at the key.
-    ``sources`` is told where the new values come from.
+    The value is YAML (``[0.9, 0.95]``, ``null``, ``3e-4``); it replaces whatever stood at the key,
+    and at the other one of an exclusive pair. Overrides that set both are left to contradict each
+    other. ``sources`` is told where the new values come from.
     """
     result = copy.deepcopy(dict(data))
     problems: list[str] = []
+    laid: list[Path] = []
     for override in overrides:
         place = f"--set {as_shown(override)}"
         try:
@@ -33,6 +38,9 @@ def apply(
             problems += [f"{place}: {text}" for text in error.problems]
             continue
         sources.add_override(path, place)
+        laid.append(path)
+    for pair in EXCLUSIVE:
+        _replace_other(result, pair, laid)
     return result, problems
 
 
@@ -53,6 +61,24 @@ def as_shown(override: str) -> str:
     if shown(value, names[-1], bare_key=in_storage) != value:
         return f"{key}{equals}{masked(text) if isinstance(value, str) else MASK}"
     return override
+
+
+def _replace_other(data: dict[str, Any], pair: tuple[Path, Path], laid: list[Path]) -> None:
+    """Clear the key of ``pair`` that the file set, where an override sets the other one."""
+    for key, other in (pair, pair[::-1]):
+        replaces = _is_laid(key, laid) and not _is_laid(other, laid)
+        if replaces and _get(data, key) is not None and _get(data, other) is not None:
+            _put(data, other, None)
+
+
+def _is_laid(key: Path, laid: list[Path]) -> bool:
+    return any(key[: len(path)] == path for path in laid)
+
+
+def _get(data: Any, path: Path) -> Any:
+    for key in path:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
 
 
 def in_users_words(problems: Iterable[str], flags: Mapping[str, str]) -> list[str]:

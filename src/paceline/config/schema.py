@@ -331,6 +331,12 @@ class Checkpoint(Section):
     on_failure: Literal["warn", "stop"] = Field(
         default="warn", description="What a save that fails does to the run."
     )
+    retry_seconds: float = Field(
+        default=30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="For how long the last save is tried again where it fails, to make room.",
+    )
     where: CheckpointURL | None = Field(
         default=None,
         min_length=1,

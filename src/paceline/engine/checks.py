@@ -140,6 +140,30 @@ def check_optimizer_state(
         )
 
 
+def load_schedule(schedule: LRScheduler, saved: Any) -> None:
+    """Give one of torch's schedulers its saved state: the fields that it has, each of its kind.
+
+    Torch itself would make an attribute of every key in the file.
+    """
+    own = schedule.state_dict()
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(
+            f"the saved state of the schedule is a {type(saved).__name__}, not a mapping: the "
+            "checkpoint was changed since it was saved. Resume from another one."
+        )
+    taken = {name: value for name, value in saved.items() if name in own}
+    for name, value in taken.items():
+        known = own[name]
+        numbers = isinstance(known, int | float) and isinstance(value, int | float)
+        if not (numbers or known is None or value is None or isinstance(value, type(known))):
+            raise CheckpointError(
+                f"the saved state of the schedule ({type(schedule).__name__}) has {name}="
+                f"{value!r:.60}, where this one has {known!r:.60}. Use the schedule of that run, "
+                "or resume from another checkpoint."
+            )
+    schedule.load_state_dict({**own, **taken})
+
+
 def check_schedule(schedule: Any, optimizer: Optimizer) -> None:
     """Refuse a schedule that would do nothing, or fail at the first step."""
     if isinstance(schedule, ReduceLROnPlateau):

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.checkpoint.boxes import boxes_of
 from paceline.checkpoint.manifest import Manifest, TensorEntry
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
-from paceline.engine.checks import another_model, check_optimizer_state
+from paceline.engine.checks import another_model, check_optimizer_state, load_schedule
 from paceline.engine.local_parts import LocalParts
 from paceline.engine.repoint import install
 from paceline.engine.wire_parts import WireParts
@@ -288,7 +288,7 @@ class Parts:
         if scaler is not None and found["scaler"] is not None:
             scaler.load_state_dict(found["scaler"])
         if isinstance(schedule, LRScheduler) and found["schedule"] is not None:
-            schedule.load_state_dict(found["schedule"])
+            load_schedule(schedule, found["schedule"])
         if found["extra"]:
             engine.model.load_state_dict(found["extra"], strict=False)
         engine.reducing.take(found.get("reduction"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.engine.checks import another_model, check_optimizer_state
+from paceline.engine.checks import another_model, check_optimizer_state, load_schedule
 from paceline.engine.repoint import Held
 from paceline.engine.wire_parts import WireParts
 from paceline.parallel.spread import stage_group
@@ -143,7 +143,7 @@ class State:
         if scaler is not None and state["scaler"] is not None:
             scaler.load_state_dict(state["scaler"])
         if isinstance(schedule, LRScheduler) and state["schedule"] is not None:
-            schedule.load_state_dict(state["schedule"])
+            load_schedule(schedule, state["schedule"])
         self._wire.take_whole(state.get("compress"))
         engine.reducing.take(state.get("reduction"))
         engine.steps_done = state["step"]

@@ -440,10 +440,7 @@ class Agent(SimpleElasticAgent):
             self._overseer.ended()
 
     def _post(self, event: Event) -> None:
-        try:
-            self._rounds.post(event)
-        except OSError as error:  # a full disk, say, which may be why a rank failed
-            self._say(f"{type(event).__name__} could not be written to the run's events: {error}")
+        self._rounds.post(event)
 
     def _stop_if_asked(self) -> None:
         if self._stop_signal is not None:

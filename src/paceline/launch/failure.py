@@ -11,6 +11,7 @@ from pathlib import Path
 from paceline.errors import RankFailed
 from paceline.launch import codes, policy
 
+_CHECKPOINT_ERROR = "paceline.errors.CheckpointError"
 _TAIL_LINES = 20
 _TAIL_BYTES = 16384
 # What usually lies behind a signal that nobody sent on purpose.
@@ -51,8 +52,12 @@ class RankExit:
 
     @property
     def refused(self) -> bool:
-        """Whether Paceline told the user's mistake itself, so that its sentence says it all."""
-        return self.from_paceline and policy.is_users_mistake(self.types)
+        """Whether Paceline told what only the user can mend, so that its sentence says it all.
+
+        A mistake, or a checkpoint that does not fit, cannot be read or cannot be written.
+        """
+        told = policy.is_users_mistake(self.types) or _CHECKPOINT_ERROR in self.types
+        return self.from_paceline and told
 
     @property
     def reason(self) -> str:
@@ -241,7 +246,7 @@ def log_tail(path: Path, lines: int = _TAIL_LINES) -> str:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-lines:])
 

@@ -38,6 +38,7 @@ from paceline.events import EventLog
 from paceline.launch import guard, logs
 from paceline.launch.capacity import check_nproc
 from paceline.launch.environment import COLLECTIVES_REMEMBERED, FLIGHT_RECORDER
+from paceline.launch.notices import Notices
 from paceline.launch.policy import Limits
 
 if TYPE_CHECKING:
@@ -168,8 +169,10 @@ class _Launch:
         self.succeeded: bool | None = None
         self.error: BaseException | None = None
         self.relay = logs.Relay(job.output) if job.output else None
+        self.notices = Notices()
+        stack.callback(self.notices.close)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
-        self.rank_logs = logs.RankLogs(job.log_dir, scratch)
+        self.rank_logs = logs.RankLogs(job.log_dir, scratch, self._say)
         self.agent = self._make_agent(stack)
 
     def run(self, signals: _Signals) -> BaseException | None:
@@ -184,7 +187,12 @@ class _Launch:
                 thread.join()
         if self.relay:
             self.relay.finish()
+        self._say_notices()
         return self._outcome(signals)
+
+    def _say_notices(self) -> None:
+        for line in self.notices.take():
+            self._say(line)
 
     def _supervise(self, thread: threading.Thread, signals: _Signals) -> None:
         stopping = False
@@ -197,6 +205,7 @@ class _Launch:
                 self.agent.kill()
             if signals.take_save():
                 self.agent.ask_to_save()
+            self._say_notices()
             signals.note_end_of_program()
             thread.join(0.1)
 
@@ -219,7 +228,11 @@ class _Launch:
             rounds = self._make_rounds(stack)
             stack.callback(rounds.shutdown)
             starter = Starter(
-                self.job.command, _rank_env(self.job), keeper=keeper, on_end=changed.set
+                self.job.command,
+                {**_rank_env(self.job), **self.notices.variables()},
+                keeper=keeper,
+                on_end=changed.set,
+                inherited=[self.notices.writing],
             )
             return Agent(
                 self.job,
@@ -241,7 +254,7 @@ class _Launch:
             return self.job.rendezvous()
         if self.job.events_dir is None:
             return LocalRendezvous(self.job.host)
-        events = EventLog(self.job.events_dir)
+        events = EventLog(self.job.events_dir, self._say)
         stack.callback(events.close)
         return LocalRendezvous(self.job.host, events.write)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,7 +31,10 @@ class RankLogs:
     Every start of the ranks (:meth:`begin`) is an attempt with files of its own.
     """
 
-    def __init__(self, log_dir: Path, scratch: Path) -> None:
+    def __init__(
+        self, log_dir: Path, scratch: Path, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._say = say
         self._root = log_dir
         self._folder = log_dir
         self._scratch = scratch
@@ -39,12 +43,23 @@ class RankLogs:
 
     def begin(self, ranks: Iterable[int], *, node: str = "") -> None:
         """Make the files of a new attempt; those of ``node`` lie in a folder of that name."""
-        log_dir = self._root / node
-        self.attempt = next_attempt(log_dir)
-        self._folder = attempt_folder(log_dir, self.attempt)
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._starts += 1
         self.scratch.mkdir(parents=True)
+        ranks = list(ranks)
+        log_dir = self._root / node
+        try:
+            self.attempt = next_attempt(log_dir)
+            self._make_logs(attempt_folder(log_dir, self.attempt), ranks)
+        except OSError as error:
+            # Ranks that are started again because of a failure can do without a log.
+            if self._starts == 1:
+                raise
+            self._say(f"no logs can be made in {log_dir} ({error.strerror}): this start has none.")
+            self._make_logs(self.scratch, ranks)
+
+    def _make_logs(self, folder: Path, ranks: Iterable[int]) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
         for rank in ranks:
             self.log(rank).touch()
 
@@ -95,6 +110,10 @@ class Relay:
             self._thread = None
 
     def _pass_on(self, log: Path, quiet_point: Path) -> None:
+        with contextlib.suppress(OSError):  # a log that is gone, or a disk that fails
+            self._read(log, quiet_point)
+
+    def _read(self, log: Path, quiet_point: Path) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         sent = 0
         with open(log, "rb", buffering=0) as file:
@@ -115,7 +134,7 @@ class Relay:
                 if chunk:
                     try:
                         self._show(decoder.decode(chunk))
-                    except (OSError, ValueError):
+                    except (OSError, ValueError, AttributeError):
                         # The console is gone (closed pipe, hung-up terminal): the run is not.
                         return
 
@@ -123,5 +142,5 @@ class Relay:
 def _read_offset(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except FileNotFoundError:
+    except (OSError, ValueError):
         return None

@@ -53,6 +53,7 @@ _MISTAKES = frozenset(
                 "CollectiveMismatch",
                 "LaunchError",
                 "MissingExtra",
+                "NotSaved",
             )
         ),
         # The program itself decided to leave: argparse, or sys.exit(1).

@@ -91,7 +91,8 @@ class RankProcess:
 class Starter:
     """Starts ranks that all run the same command; keeps standbys for the next start.
 
-    ``base_env`` is what every rank gets beside its own variables and this process's environment.
+    ``base_env`` is what every rank gets beside its own variables and this process's environment,
+    ``inherited`` are descriptors that it gets.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Starter:
         *,
         keeper: guard.Guard,
         on_end: Callable[[], None],
+        inherited: Sequence[int] = (),
     ) -> None:
+        self._inherited = inherited
         self._command = list(command)
         self._base_env = {**base_env, worker.LAUNCHER_PID: str(os.getpid())}
         self._guard = keeper
@@ -113,7 +116,9 @@ class Starter:
     def start(self, rank: int, env: Mapping[str, str]) -> RankProcess:
         """Start a rank, from a standby if one is ready."""
         whole = {**os.environ, **self._base_env, **env}
-        process = self._from_standby(whole) or _popen(self._command, whole)
+        process = self._from_standby(whole) or _popen(
+            self._command, whole, pass_fds=self._inherited
+        )
         self._guard.watch([process.pid])
         return RankProcess(rank, process, self._on_end)
 
@@ -131,7 +136,8 @@ class Starter:
         if self._due is None or now < self._due:
             self._due = now + _STANDBY_AFTER_SECONDS if self._due is None else self._due
         elif moving():
-            self._standbys.append(_Standby(self._command, {**os.environ, **self._base_env}))
+            env = {**os.environ, **self._base_env}
+            self._standbys.append(_Standby(self._command, env, self._inherited))
             self._guard.watch([self._standbys[-1].pid])
         else:
             self._due = now + _STANDBY_AFTER_SECONDS
@@ -170,14 +176,16 @@ class Starter:
 class _Standby:
     """A process that loads what ranks need, then waits to hear what it shall be."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], inherited: Sequence[int]
+    ) -> None:
         self._line, theirs = socket.socketpair()
         self._line.setblocking(False)
         with theirs:
             self._process = _popen(
                 ["--standby", str(theirs.fileno()), *command],
                 env,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *inherited],
                 # It has nothing to say before it is a rank, and then a log of its own.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

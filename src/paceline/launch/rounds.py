@@ -91,7 +91,7 @@ class LocalRendezvous(Rounds):
     says when that is over). Port 0 is any free one, so that launches never clash.
     """
 
-    def __init__(self, host: str = "localhost", write: Callable[[Event], None] | None = None):
+    def __init__(self, host: str = "localhost", write: Callable[[Event], object] | None = None):
         self._host = host
         self._write = write
         self._run_id = f"paceline-{uuid.uuid4().hex}"

@@ -16,6 +16,7 @@ import datetime
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TextIO
 
 from paceline import events
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LaunchError
 
 _MARK = ".seen-"
 _MARK_SECONDS = 2.0
@@ -61,21 +62,44 @@ class RunFolder:
         """The folder of TensorBoard's files."""
         return self.path / "tensorboard"
 
+    def has_config(self, text: str) -> bool:
+        """Whether ``text`` is the config that the run has now."""
+        try:
+            return self.config.read_text(encoding="utf-8") == text
+        except (OSError, UnicodeDecodeError):
+            return False
+
     def save_config(self, text: str) -> None:
-        """Write the config; an earlier one that differs is kept beside it under a number."""
-        if self.config.exists():
-            if self.config.read_text(encoding="utf-8") == text:
-                return
-            number = 1
-            while (earlier := self.path / f"config-{number}.yaml").exists():
-                number += 1
-            self.config.chmod(0o600)  # one that an earlier version wrote
-            os.link(self.config, earlier)
+        """Write the config; an earlier one that differs is kept beside it under a number.
+
+        At every instant ``config.yaml`` is the old or the new one. Raises ``LaunchError`` where
+        the disk refuses, and has then changed nothing.
+        """
         part = self.path / ".config.yaml.part"
-        part.unlink(missing_ok=True)
-        part.touch(0o600)  # the owner's alone: it says where credentials are, and much besides
-        part.write_text(text, encoding="utf-8")
-        part.replace(self.config)
+        try:
+            if self.has_config(text):
+                return
+            earlier = self.config.read_text(encoding="utf-8") if self.config.exists() else None
+            _write_private(part, text)
+            if earlier is not None:
+                self._keep_earlier(earlier)
+            part.replace(self.config)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise _cannot_write(self.config, error) from error
+
+    def _keep_earlier(self, text: str) -> None:
+        number = 1
+        while (kept := self.path / f"config-{number}.yaml").exists():
+            if kept.read_text(encoding="utf-8") == text:
+                return  # by a launcher that died before it had written the new one
+            number += 1
+        try:
+            _write_private(kept, text)
+        except OSError:
+            kept.unlink(missing_ok=True)
+            raise
 
     @contextlib.contextmanager
     def in_use(self, identity: str | None = None) -> Iterator[None]:
@@ -84,14 +108,18 @@ class RunFolder:
         With an ``identity``, for the launchers of that run: each of them may hold it. The hold
         ends with the process, however that ends.
         """
-        with open(self.path / ".lock", "a+", encoding="utf-8") as file:
+        try:
+            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (see with)
+        except OSError as error:
+            raise _cannot_write(self.path / ".lock", error) from error
+        with lock as file:
             try:
                 holder = _hold(file, identity)
             except OSError as error:
                 # Some network file systems know no locks. Two launchers on one folder is a rare
                 # mistake, no reason to refuse such a disk.
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                    raise
+                    raise _cannot_write(self.path / ".lock", error) from error
                 holder = None
             if holder is not None:
                 raise ConfigError(
@@ -145,8 +173,10 @@ def _hold(file: TextIO, identity: str | None) -> str | None:
     while True:
         if _lock(file, fcntl.LOCK_EX):
             file.truncate(0)
-            file.write(f"{os.getpid()} {identity or ''}".rstrip())
-            file.flush()
+            # On the descriptor: text that a full disk refuses is not tried again at the close. It
+            # is for a person to read; what holds the folder is the lock.
+            with contextlib.suppress(OSError):
+                os.write(file.fileno(), f"{os.getpid()} {identity or ''}".rstrip().encode())
             if identity is not None:
                 fcntl.flock(file, fcntl.LOCK_SH)
             return None
@@ -174,6 +204,7 @@ def _lock(file: TextIO, kind: int) -> bool:
 
 def new_run(root: str | os.PathLike[str], name: str) -> RunFolder:
     """Make ``root/<name>-<date>-<time>``; an existing folder is never taken, not even in a race."""
+    check_name(Path(root) / name)
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     number = 1
     while True:
@@ -193,6 +224,7 @@ def new_run(root: str | os.PathLike[str], name: str) -> RunFolder:
 
 def new_run_at(path: str | os.PathLike[str]) -> RunFolder:
     """Make the run folder ``path``, which must not exist yet or be an empty folder."""
+    check_name(path)
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -213,15 +245,23 @@ def new_run_at(path: str | os.PathLike[str]) -> RunFolder:
 
 def open_run(path: str | os.PathLike[str]) -> RunFolder:
     """The run folder ``path``, which must hold a run."""
+    check_name(path)
     run = RunFolder(Path(path))
-    if run.config.is_file():
+    if os.path.isfile(run.config):
         return run
-    if not run.path.exists():
+    try:
+        is_folder = stat.S_ISDIR(os.stat(run.path).st_mode)
+    except FileNotFoundError:
         problem = f"run folder {str(path)!r} does not exist."
-    elif not run.path.is_dir():
-        problem = f"run folder {str(path)!r} is a file."
+    except OSError as error:
+        problem = f"run folder {str(path)!r} cannot be read: {error.strerror}."
     else:
-        problem = f"folder {str(path)!r} is not a run folder: it has no config.yaml."
+        if not is_folder:
+            problem = f"run folder {str(path)!r} is a file."
+        elif os.path.exists(run.events) or os.path.exists(run.checkpoints):
+            raise ConfigError(_of_a_trainer(run))
+        else:
+            problem = f"folder {str(path)!r} is not a run folder: it has no config.yaml."
     # The path may be that of a folder of runs; or lie in one, or beside one.
     folders = (run.path, run.path.parent, run.path.parent / "runs")
     nearby = next((found for folder in folders if (found := latest_run(folder))), None)
@@ -231,10 +271,11 @@ def open_run(path: str | os.PathLike[str]) -> RunFolder:
 
 def list_runs(root: str | os.PathLike[str]) -> list[RunFolder]:
     """The run folders in ``root``, latest first."""
-    root = Path(root)
-    if not root.is_dir():
+    try:
+        found = [Path(root) / name for name in os.listdir(root)]
+    except OSError:
         return []
-    runs = [RunFolder(path) for path in root.iterdir() if (path / "config.yaml").is_file()]
+    runs = [RunFolder(path) for path in found if os.path.isfile(path / "config.yaml")]
     return sorted(runs, key=lambda r: (r.config.stat().st_mtime_ns, r.path.name), reverse=True)
 
 
@@ -243,7 +284,44 @@ def latest_run(root: str | os.PathLike[str]) -> RunFolder | None:
     return next(iter(list_runs(root)), None)
 
 
+def check_name(path: str | os.PathLike[str]) -> None:
+    """Refuse a name that is no name of a folder, or that no terminal could show."""
+    name = str(path)
+    if not name.strip():
+        raise ConfigError(
+            f"run folder {name!r}: the name is empty. Name a folder, or leave it out for one "
+            "under 'runs'."
+        )
+    if not name.isprintable():
+        raise ConfigError(
+            f"run folder {name!r} has characters in its name that cannot be shown. Choose "
+            "another name."
+        )
+
+
+def _of_a_trainer(run: RunFolder) -> str:
+    return (
+        f"run folder {str(run.path)!r} was made by a paceline.Trainer (or a script), so that it "
+        "has no config to go on with. Go on from the program that made it: fit(..., resume=True) "
+        f"with run_dir={str(run.path)!r}."
+    )
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that is the owner's alone: it says where credentials are, and much besides."""
+    path.unlink(missing_ok=True)
+    path.touch(0o600)
+    path.write_text(text, encoding="utf-8")
+
+
 def _cannot_make(path: Path, why: str) -> ConfigError:
     return ConfigError(
         f"run folder {str(path)!r} cannot be made: {why}. Choose another with --run-dir."
+    )
+
+
+def _cannot_write(file: Path, error: OSError) -> LaunchError:
+    return LaunchError(
+        f"{str(file)!r} cannot be written: {error.strerror or error}. Make room or make the "
+        "folder writable, or choose another with --run-dir."
     )

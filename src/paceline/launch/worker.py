@@ -31,7 +31,8 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from paceline.errors import LaunchError, PacelineError
-from paceline.launch import codes, last_words
+from paceline.launch import codes, last_words, notices
+from paceline.launch.rank_output import one_log_for_both_streams
 
 # Set by the launcher, see agent.py.
 LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
@@ -58,7 +59,8 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "--standby":
         arguments = _stand_by(int(arguments[1]), arguments[2:])
     _die_with_launcher()
-    _one_log_for_both_streams()
+    notices.keep_to_oneself()
+    one_log_for_both_streams(os.environ[LOG_FILE])
     faulthandler.enable()  # into the log: where native code was when it gave up
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save before there is a trainer
     # The import takes seconds. A Ctrl-C in the middle of it has nothing to save: leave at once.
@@ -188,13 +190,6 @@ def _watch_parent(launcher: int) -> NoReturn:
     raise AssertionError("unreachable")
 
 
-def _one_log_for_both_streams() -> None:
-    log = os.open(os.environ[LOG_FILE], os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-
-
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     os._exit(128 + signum)
 
@@ -216,7 +211,8 @@ def _write_error(error: BaseException) -> None:
         "types": [f"{t.__module__}.{t.__qualname__}" for t in type(error).__mro__],
     }
     _write_quiet_point()
-    _write_whole(os.environ[ERROR_FILE], json.dumps(report))
+    if not _write_whole(os.environ[ERROR_FILE], json.dumps(report)):
+        notices.tell(f"rank {os.environ.get('RANK', '?')} failed: {_summary(error)}")
 
 
 def _note_exit(leaving: SystemExit) -> None:
@@ -232,13 +228,20 @@ def _write_quiet_point() -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    _write_whole(f"{os.environ[ERROR_FILE]}.quiet", str(os.path.getsize(os.environ[LOG_FILE])))
+    _write_whole(f"{os.environ[ERROR_FILE]}.quiet", str(os.fstat(1).st_size))
 
 
-def _write_whole(path: str, text: str) -> None:
-    """Write a file that the launcher, which is looking for it, never sees half of."""
-    Path(f"{path}.part").write_text(text, encoding="utf-8")
-    os.rename(f"{path}.part", path)
+def _write_whole(path: str, text: str) -> bool:
+    """Write a file that the launcher, which is looking for it, never sees half of.
+
+    Whether that could be done: a disk that is full must not hide why a rank ends.
+    """
+    try:
+        Path(f"{path}.part").write_text(text, encoding="utf-8")
+        os.rename(f"{path}.part", path)
+    except OSError:
+        return False
+    return True
 
 
 def _summary(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from paceline.events import FILE_NAME, Event, EventLog, Note
+from paceline.events import FILE_NAME, Event, Note, append
 from paceline.track.progress import Progress
 from paceline.track.tracker import Recorder, Tracker
 
@@ -29,9 +29,11 @@ class Tail:
         """The events written since the last call; half a line waits for its other half."""
         try:
             with open(self._path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._partial = 0, b""  # it was deleted, and begun anew
                 file.seek(self._offset)
                 chunk = file.read(_CHUNK)
-        except FileNotFoundError:
+        except OSError:  # not there yet, gone, or on a disk that fails just now
             return []
         self._offset += len(chunk)
         *lines, self._partial = (self._partial + chunk).split(b"\n")
@@ -130,9 +132,11 @@ class _Feed:
 
     def _warn(self, message: str) -> None:
         """Put a warning into the run's own log, from which all the trackers get it."""
-        log = EventLog(self._run_dir)
-        log.write(Note(message=message, level="warning"))
-        log.close()
+        note = Note(message=message, level="warning")
+        if not append(self._run_dir, note):
+            for tracker in list(self._trackers):
+                if isinstance(tracker, Progress):
+                    tracker.handle(note)
 
 
 def _name(tracker: Tracker) -> str:

@@ -14,6 +14,7 @@ from paceline.events import (
     EpochDone,
     EvalDone,
     Event,
+    EventsLost,
     GaveUp,
     HangFound,
     HangOver,
@@ -187,6 +188,13 @@ class Lines:
         self.say(f"step {step}: {view.status}")
 
 
+def line_of(event: Event) -> str | None:
+    """What a person is told of an event, in one line; ``None`` for those that need none."""
+    if (text := _describe(event)) is None:
+        return None
+    return f"warning: {text}" if _is_warning(event) else text
+
+
 def _display_for(stream: TextIO) -> Display:
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         from paceline.track.bar import Bar
@@ -203,7 +211,8 @@ def _is_warning(event: Event) -> bool:
     if isinstance(event, NodeLeft):
         return event.reason == "lost"
     return isinstance(
-        event, NonFinite | CheckpointFailed | RankLost | GaveUp | HangFound | Straggler
+        event,
+        NonFinite | CheckpointFailed | EventsLost | RankLost | GaveUp | HangFound | Straggler,
     )
 
 
@@ -230,6 +239,10 @@ def _describe(event: Event) -> str | None:
         case CheckpointSaved():
             best = "best so far, " if event.reason == "best" else ""
             return f"step {event.step}: saved {event.path} ({best}{size(event.bytes)})"
+        case EventsLost():
+            lasted = duration(event.time - event.since)
+            lost = f"{plural(event.count, 'event')} of the last {lasted} could not be written"
+            return f"{lost}: {event.error}"
         case CheckpointFailed():
             return f"step {event.step}: NOT saved: {event.error}"
         case RestoreTried(ok=True):

@@ -60,10 +60,10 @@ class Summary:
     def add(self, event: Event) -> None:
         """Take in one more event."""
         if isinstance(event, RunStarted):
-            self.finished = None
             self.samples, self.training_seconds = 0, 0.0
             self.wire, self.first_step = [], event.first_step
         elif isinstance(event, StepDone):
+            self.finished = None  # not by a start alone, which may have been refused
             self.step = event
             self.samples += event.samples
             self.training_seconds += event.seconds

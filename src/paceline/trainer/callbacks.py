@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import TrainingError
+from paceline.errors import CheckpointError, TrainingError
 from paceline.events import Note
+from paceline.trainer.saved_fields import Fits, is_count, is_number, known_fields
 
 if TYPE_CHECKING:
     from paceline.engine import StepResult
@@ -54,10 +55,27 @@ class Callback:
         """Take over what an earlier ``state_dict`` returned."""
 
 
+def _is_length(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(number is None or is_count(number) for number in value)
+    )
+
+
+_EARLY_STOPPING: dict[str, Fits] = {
+    "best": is_number,
+    "waited": is_count,
+    "stopped_length": _is_length,
+}
+
+
 class EarlyStopping(Callback):
     """Stops a run whose ``metric`` has not improved for ``patience`` evaluations.
 
-    A change of ``min_delta`` or less is no improvement; ``mode`` says which way is up.
+    A change of ``min_delta`` or less is no improvement; ``mode`` says which way is up. A run that
+    it has stopped stays stopped when it is resumed, unless ``patience`` or the run's length
+    (``epochs``, ``steps``) is raised; a longer run has all of its patience again.
     """
 
     def __init__(
@@ -71,6 +89,17 @@ class EarlyStopping(Callback):
         self._sign = sign_of(mode)
         self.best = math.inf
         self.waited = 0
+        self._stopped_length: tuple[int | None, int | None] | None = None
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """A run that was stopped, and is resumed with nothing changed, has nothing left to do."""
+        length, self._stopped_length = self._stopped_length, None
+        if trainer.step == 0 or length is None or self.waited < self.patience:
+            return
+        if is_longer(trainer.length, length):
+            self.waited = 0
+        else:
+            self._stop(trainer)
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""
@@ -80,18 +109,31 @@ class EarlyStopping(Callback):
             return
         self.waited += 1
         if self.waited >= self.patience:
-            trainer.stop(
-                f"{self.metric} has not improved for {self.waited} evaluations "
-                f"(best {self._sign * self.best:.4f})"
-            )
+            self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        self._stopped_length = trainer.length
+        trainer.stop(
+            f"{self.metric} has not improved for {self.waited} evaluations "
+            f"(best {self._sign * self.best:.4f})"
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and how long ago it was."""
-        return {"best": self.best, "waited": self.waited}
+        """The best value and how long ago it was; the length of the run that it stopped."""
+        length = self._stopped_length
+        return {
+            "best": self.best,
+            "waited": self.waited,
+            "stopped_length": None if length is None else list(length),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting."""
-        self.best, self.waited = state["best"], state["waited"]
+        found = known_fields(state, _EARLY_STOPPING, "callback EarlyStopping")
+        self.best = found.get("best", math.inf)
+        self.waited = found.get("waited", 0)
+        length = found.get("stopped_length")
+        self._stopped_length = None if length is None else (length[0], length[1])
 
 
 class CallbackStates:
@@ -104,8 +146,13 @@ class CallbackStates:
         """Of each callback, in their order."""
         return [(type(one).__qualname__, one.state_dict()) for one in self._callbacks]
 
-    def load_state_dict(self, states: list[tuple[str, dict[str, Any]]]) -> None:
+    def load_state_dict(self, states: Any) -> None:
         """Give each callback the state of the first of its kind that no other has taken."""
+        if not isinstance(states, list) or not all(map(_is_state, states)):
+            raise CheckpointError(
+                "the checkpoint's state of the callbacks is not a list of names with their "
+                "states: it was changed since it was saved. Resume from another checkpoint."
+            )
         left = list(states)
         for callback in self._callbacks:
             kind = type(callback).__qualname__
@@ -121,6 +168,21 @@ class CallbackStates:
                     f"have: {', '.join(lost)}",
                 )
             )
+
+
+def _is_state(entry: Any) -> bool:
+    return isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)
+
+
+def is_longer(length: tuple[int | None, int | None], before: tuple[int | None, int | None]) -> bool:
+    """Whether a run of ``length`` (epochs, steps) goes beyond one of the length ``before``.
+
+    Epochs and steps are not compared with each other: another unit is a new wish.
+    """
+    pairs = list(zip(length, before, strict=True))
+    if any((new is None) != (old is None) for new, old in pairs):
+        return True
+    return any(new > old for new, old in pairs if new is not None and old is not None)
 
 
 def sign_of(mode: str) -> int:

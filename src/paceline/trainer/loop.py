@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.data import Loader
 from paceline.engine import StepResult
 from paceline.engine.late import LAG
-from paceline.errors import NonFiniteError
+from paceline.errors import LaunchError, NonFiniteError
 from paceline.events import (
     EpochDone,
     EvalDone,
@@ -25,6 +25,14 @@ from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
 from paceline.trainer.loop_saves import Saves, due
 from paceline.trainer.reporting import Reporter
+from paceline.trainer.saved_fields import (
+    Fits,
+    is_count,
+    is_metrics,
+    is_number,
+    is_whole,
+    known_fields,
+)
 from paceline.trainer.saving import Checkpoints, Restored
 from paceline.trainer.splitting import StepSplits
 from paceline.trainer.stopping import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
@@ -33,6 +41,17 @@ from paceline.trainer.wire_reports import WireReports
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
+
+_SAVED: dict[str, Fits] = {
+    "epoch_loss": is_number,
+    "epoch_samples": is_count,
+    "epoch_seconds": is_number,
+    "evaluated_at": is_whole,
+    "evaluation_due": lambda value: isinstance(value, bool),
+    "last_metrics": is_metrics,
+    "best": lambda value: isinstance(value, list) and all(map(is_number, value)),
+}
+"""What a checkpoint keeps of the loop, by attribute, and what each may be."""
 
 _REASONS = {GO_ON: "done", LEAVE: "interrupted", INTERRUPT: "interrupted"}
 
@@ -97,7 +116,7 @@ class Loop:
     def _run(self) -> History:
         self._announce()
         self._each("on_fit_start", self.trainer)
-        request = GO_ON
+        request = self.stops.agree()
         try:
             if self.evaluation_due:  # the run was interrupted in the middle of it
                 self._evaluate()
@@ -108,13 +127,17 @@ class Loop:
                 self._evaluate()
         except Interrupted:
             request = self.stops.agreed
+        last = None
+        if request >= LEAVE or self.trainer.checkpoint.at_end:
+            last = "stop" if request else "end"
         if request >= LEAVE:
             self.saves.save_and_leave(**self._beside_state())
-        elif self.trainer.checkpoint.at_end:
-            self._save("stop" if request else "end")
+        elif last is not None:
+            self._save(last)
         self.splits.finish()
         self.wire.finish()
-        self.saves.report(last=True)
+        self._accept()
+        self.saves.finish(last, leaving=request >= LEAVE, **self._beside_state())
         history = self._finish(_REASONS.get(request, "stopped"))
         self._each("on_fit_end", self.trainer, history)
         return history
@@ -134,6 +157,10 @@ class Loop:
             epoch = self.trainer.epoch = self._epoch_of_batch()
             result = self._step(batch)
             self.pulse.enter("other")
+            if self._steps_run == 1:
+                self.stops.agree()  # all ranks have done a step with the settings they were given
+                self._accept()
+                self.saves.begin()
             self.splits.after(result.step)
             self.wire.after(result.step)
             for message in self.engine.take_notes():
@@ -155,6 +182,17 @@ class Loop:
             self._epoch_done(self.trainer.epoch)
             return self._save_if_due(0, epoch_over=True)
         return self.stops.agree()
+
+    def _accept(self) -> None:
+        """Tell that the settings hold; where that fails it is tried again at the end."""
+        if self.trainer.when_accepted is None:
+            return
+        try:
+            self.trainer.when_accepted()
+            self.trainer.when_accepted = None
+        except LaunchError as error:
+            told = f"{error} Until then a resume would go on with the settings from before."
+            self.reporter.emit(Note(message=told, level="warning"))
 
     def _step(self, batch: Any) -> StepResult:
         self._steps_run += 1
@@ -311,24 +349,16 @@ class Loop:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is, beside what engine and loader know."""
-        return {
-            "epoch_loss": self.epoch_loss,
-            "epoch_samples": self.epoch_samples,
-            "epoch_seconds": self.epoch_seconds,
-            "evaluated_at": self.evaluated_at,
-            "evaluation_due": self.evaluation_due,
-            "last_metrics": self.last_metrics,
-            "best": self.best,
-        }
+        return {name: getattr(self, name) for name in _SAVED}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        for name, value in state.items():
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there; nothing but what :meth:`state_dict` gives is taken over."""
+        for name, value in known_fields(state, _SAVED, "loop").items():
             setattr(self, name, value)
 
     def went_on(self, restored: Restored) -> None:
         """A checkpoint was restored: to the bit at the same layout, to rounding at another."""
-        self.saves.saved_at = self.engine.steps_done
+        self.saves.went_on_from(self.engine.steps_done, restored.path)
         self.trainer.epoch = self.train.epoch
         if not restored.has_random:
             self.reporter.emit(

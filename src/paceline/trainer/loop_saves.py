@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.sharded.saver import Outcome
 from paceline.engine.late import LAG
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, NotSaved
 from paceline.events import CheckpointFailed, CheckpointSaved, Note
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.saving import Checkpoints
-from paceline.trainer.stopping import StopRequests
+from paceline.trainer.stopping import LEAVE, StopRequests
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
+
+
+_FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 30.0, 600.0
+"""After how long a save that failed is tried again, while the run goes on."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 5.0
+"""The same at the end of the run, when there is nothing else to do."""
+_POLL_SECONDS = 0.1
 
 
 class Saves:
@@ -44,7 +51,12 @@ class Saves:
         self._catch_up, self._each = catch_up, each
         self._snapshots_failed = False
         self._snapped_at = -1
+        self._failed: str | None = None  # why the last save failed
         self._longest_save = 0.0
+        self._last_good: tuple[int, str] | None = None
+        self._retry_after = _FIRST_RETRY_SECONDS
+        self._retry_at: float | None = None
+        self._told_begin_failed = False
         self._saved_time = time.monotonic()  # clocks on the wall may go back
 
     def if_due(
@@ -64,13 +76,16 @@ class Saves:
         passed = (time.monotonic() - self._saved_time) / 60
         # After a save all ranks are here: what they asked before it is heard now.
         later = self.engine.in_round and self.saved_at != step
+        is_time = minutes is not None and passed >= minutes
+        is_time |= self._retry_at is not None and time.monotonic() >= self._retry_at
         agreed = self.stops.agree_after_step(
-            save=minutes is not None and self.engine.world.is_main and passed >= minutes,
+            save=self.engine.world.is_main and is_time,
             busy=checkpoints.busy,
             later=later,
         )
         if agreed.save:
-            self.save("minutes" if minutes is not None else "asked", info, metrics)
+            by_itself = "minutes" if minutes is not None else "asked"
+            self.save("retry" if self._retry_at is not None else by_itself, info, metrics)
         elif not agreed.busy and (not later or step - LAG > self.saved_at):
             self.report()  # all ranks are through with the last save, and were when they said so
         return agreed.request
@@ -82,9 +97,27 @@ class Saves:
         if self.checkpoints is not None and on_the_way:
             self.checkpoints.reserve()
 
+    def begin(self) -> None:
+        """After the first step: see early whether the run can save at all. A collective."""
+        if self.checkpoints is None or self.checkpoints.has_begun:
+            return
+        try:
+            self.checkpoints.begin()
+        except CheckpointError as error:
+            if self.trainer.checkpoint.on_failure == "stop":
+                raise
+            if not self._told_begin_failed:
+                self._told_begin_failed = True
+                self._tell_failed(self.engine.steps_done, "begin", str(error))
+
+    def went_on_from(self, step: int, path: str) -> None:
+        """The run goes on from a checkpoint, which is its last good state so far."""
+        self.saved_at, self._last_good = step, (step, path)
+
     def _snapshot(self, checkpoints: Checkpoints) -> None:
         """Keep the state in memory; where there is no room, the run goes on without."""
-        if self._snapshots_failed:
+        self.begin()
+        if self._snapshots_failed or not checkpoints.has_begun:
             return
         self._catch_up()
         try:
@@ -133,18 +166,97 @@ class Saves:
         self._catch_up()
         self.saved_at = step
         self.pulse.pause()
-        with self.pulse.during("checkpoint"):
-            self.checkpoints.save(reason=reason, metrics=metrics, info=info)
+        self._retry_at = None
+        try:
+            with self.pulse.during("checkpoint"):
+                self.checkpoints.save(reason=reason, metrics=metrics, info=info)
+        except CheckpointError as error:  # nothing was begun, on any rank
+            self._tell_failed(step, reason, str(error))
+            if self.trainer.checkpoint.on_failure == "stop":
+                raise
+            return
         self._saved_time = time.monotonic()
         if not self.trainer.checkpoint.asynchronous:
             self.report()
 
-    def report(self, *, last: bool = False) -> None:
-        """Tell how saves ended; ``last`` waits for the one being written and wants it good."""
-        ended = self._hear(wait=last)
+    def report(self) -> None:
+        """Tell how saves ended."""
+        ended = self._hear(wait=False)
         failed = ended[-1].error if ended else None
-        if failed is not None and (last or self.trainer.checkpoint.on_failure == "stop"):
-            raise CheckpointError(failed)
+        if failed is not None and self.trainer.checkpoint.on_failure == "stop":
+            raise NotSaved(self._what_is_lost(failed))
+
+    def finish(
+        self, reason: str | None, *, leaving: bool, info: dict[str, Any], metrics: dict[str, float]
+    ) -> None:
+        """Save for the last time (not at all without a ``reason``), and see that it is good.
+
+        Where the storage refuses, it is tried again for a while, unless the ranks are ``leaving``
+        because of a signal. Raises ``NotSaved``, on all ranks, where it fails for good.
+        """
+        self._failed = None
+        if reason is not None:
+            self.save(reason, info, metrics)
+        self._hear(wait=True)
+        if self._failed is None:
+            return
+        deadline = time.monotonic() + (0.0 if leaving else self.trainer.checkpoint.retry_seconds)
+        if not leaving:
+            self._ask_for_room(self._failed)
+        pause = _FIRST_PAUSE_SECONDS
+        while self._failed is not None and self._go_on_trying(deadline, pause):
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self._failed = None
+            self.save(reason or "retry", info, metrics)
+            self._hear(wait=True)
+        if self._failed is not None:
+            raise NotSaved(self._what_is_lost(self._failed))
+
+    def _ask_for_room(self, error: str) -> None:
+        seconds = self.trainer.checkpoint.retry_seconds
+        if seconds:
+            told = (
+                f"the training is over, but step {self.engine.steps_done} is not saved yet. It is "
+                f"tried again for {seconds:g} s (checkpoint.retry_seconds): {error}"
+            )
+            self.reporter.emit(Note(level="warning", message=told))
+
+    def _go_on_trying(self, deadline: float, pause: float) -> bool:
+        """Wait a moment; whether there is time for another try. All ranks go by the first one's."""
+        self.pulse.pause()
+        end = time.monotonic() + pause
+        while time.monotonic() < end and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        over = self.engine.world.is_main and time.monotonic() >= deadline
+        # A request is the way in which ranks come to agree; a signal ends the waiting as well.
+        if over:
+            self.stops.ask(LEAVE)
+        return self.stops.agree() < LEAVE
+
+    def _what_is_lost(self, error: str) -> str:
+        """The error at the end of a run whose last state is lost, and where the one before is."""
+        step = self.engine.steps_done
+        wanted = self.trainer.checkpoint.memory_every is not None and self._snapped_at != step
+        if wanted and self.checkpoints is not None:
+            self._snapshot(self.checkpoints)
+        if self._snapped_at == step:
+            left = f"A copy of step {step} is in memory, from which a resume goes on: make room, "
+            left += "and resume before this machine is restarted."
+        elif self._last_good is not None:
+            good, path = self._last_good
+            left = f"The last good state is that of step {good}: {self._shown(path)}"
+        else:
+            left = "Nothing of this run has been saved."
+        return f"step {step} is NOT saved: {error} {left}"
+
+    def _tell_failed(self, step: int, reason: str, error: str) -> None:
+        """A save failed: it is told, and tried again after a while."""
+        self._failed = error
+        if self.saved_at == step:
+            self.saved_at = -1
+        self._retry_at = time.monotonic() + self._retry_after
+        self._retry_after = min(2 * self._retry_after, _LONGEST_RETRY_SECONDS)
+        self.reporter.emit(CheckpointFailed(step=step, reason=reason, error=error))
 
     def _hear(self, *, wait: bool) -> list[Outcome]:
         """As :meth:`tell`, and the callbacks hear of those that are good."""
@@ -163,10 +275,11 @@ class Saves:
             ended = self.checkpoints.finished(wait=wait)
         for outcome, reason, stalled in ended:
             if outcome.error is not None:
-                self.reporter.emit(
-                    CheckpointFailed(step=outcome.step, reason=reason, error=outcome.error)
-                )
+                self._tell_failed(outcome.step, reason, outcome.error)
                 continue
+            self._failed, self._retry_at = None, None
+            self._retry_after = _FIRST_RETRY_SECONDS
+            self._last_good = outcome.step, outcome.path
             self._longest_save = max(self._longest_save, outcome.seconds)
             self.reporter.emit(
                 CheckpointSaved(

@@ -77,6 +77,8 @@ class Checkpointing:
         asynchronous: write while training goes on; the run stands still for a copy to memory only.
         on_failure: what a save that fails does to the run: ``warn`` or ``stop``. The last save of
             a run raises either way.
+        retry_seconds: for how long the last save of a run is tried again where it fails, so that
+            there is time to make room. Saves on the way are tried again by themselves.
         where: a folder or a URL such as ``s3://bucket/run``; ``run_dir/checkpoints`` by default.
         storage: options for that URL's file system, as fsspec takes them. A credential is better
             named than given: ``env:NAME``, ``file:/path``, or a ``paceline.config.Secret``.
@@ -96,6 +98,7 @@ class Checkpointing:
     keep_every: int | None = None
     asynchronous: bool = True
     on_failure: str = "warn"
+    retry_seconds: float = 30.0
     where: str | None = None
     storage: Mapping[str, Any] | None = field(default=None, repr=False)  # may hold credentials
     memory_every: int | None = None
@@ -121,6 +124,9 @@ class Checkpointing:
         minutes = self.every_minutes
         if minutes is not None and not (_is_number(minutes) and minutes > 0):
             raise TrainingError(f"Checkpointing: every_minutes={minutes!r} must be above 0.")
+        retry = self.retry_seconds
+        if not (_is_number(retry) and 0 <= retry < float("inf")):
+            raise TrainingError(f"Checkpointing: retry_seconds={retry!r} must be 0 or more.")
         if self.on_failure not in ("warn", "stop"):
             raise TrainingError(
                 f"Checkpointing: on_failure={self.on_failure!r} must be 'warn' or 'stop'."

@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from paceline.events import CheckpointFailed, Event, EventLog, Note, RestoreTried
+from paceline.launch import notices
 from paceline.track import Tracker
+from paceline.track.progress import line_of
 from paceline.trainer.history import History
 
 
@@ -27,7 +29,7 @@ class Reporter:
         self.history = history
         # Where nobody shows events, troubles with checkpoints become Python's warnings.
         self._warns = main and warns
-        self._log = EventLog(run_dir) if main and run_dir is not None else None
+        self._log = EventLog(run_dir, self._say) if main and run_dir is not None else None
         self._trackers = list(trackers) if main else []
 
     def emit(self, event: Event) -> None:
@@ -35,8 +37,10 @@ class Reporter:
         self.history.add(event)
         if self._warns and (told := trouble(event)) is not None:
             warnings.warn(told, stacklevel=3)
-        if self._log is not None:
-            self._log.write(event)
+        lost = self._log is not None and not self._log.write(event)
+        # Whoever shows the events of this run cannot read this one there.
+        if lost and not self._trackers and (line := line_of(event)) is not None:
+            notices.tell(line)
         for tracker in list(self._trackers):
             self._shielded(tracker, partial(tracker.handle, event))
 
@@ -46,6 +50,14 @@ class Reporter:
             self._shielded(tracker, tracker.close)
         if self._log is not None:
             self._log.close()
+
+    def _say(self, message: str) -> None:
+        """What is wrong with the log: to whoever shows the run."""
+        note = Note(message=message, level="warning")
+        for tracker in list(self._trackers):
+            self._shielded(tracker, partial(tracker.handle, note))
+        if not self._trackers and not notices.tell(f"warning: {message}"):
+            warnings.warn(message, stacklevel=4)
 
     def _shielded(self, tracker: Tracker, call: Callable[[], None]) -> None:
         """A tracker that raises gets no more events; the run says so and goes on."""

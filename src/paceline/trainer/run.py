@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,8 @@ from paceline.data.text import ByteText, unigram_loss
 from paceline.engine import EngineOptions
 from paceline.engine.loss import LossFunction
 from paceline.errors import ConfigError, LayoutError
-from paceline.events import Baseline, EventLog, Note
+from paceline.events import Baseline, Note, append
+from paceline.launch.run_folder import RunFolder
 from paceline.layout import Layout
 from paceline.layout.fitting import fit
 from paceline.layout.layout import read_degrees
@@ -33,8 +34,20 @@ from paceline.trainer.trainer import Trainer
 from paceline.world import World
 
 
-def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
-    """Build what ``config`` names and train it, on this rank of the world."""
+def from_config(
+    config: Config,
+    run_dir: Path,
+    *,
+    resume: bool,
+    settings: Path | None = None,
+    own_folder: bool = False,
+) -> History:
+    """Build what ``config`` names and train it, on this rank of the world.
+
+    ``settings`` is the file that ``config`` comes from, where the run goes on with other settings
+    than it has in ``run_dir``: they become its own when all ranks have accepted them.
+    ``own_folder``: this machine does not share ``run_dir`` with that of rank 0.
+    """
     world = World.init(
         device=config.launch.device,
         timeout=config.launch.timeout,
@@ -77,6 +90,7 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
             keep_every=config.checkpoint.keep_every,
             asynchronous=config.checkpoint.asynchronous,
             on_failure=config.checkpoint.on_failure,
+            retry_seconds=config.checkpoint.retry_seconds,
             where=config.checkpoint.where,
             storage=config.checkpoint.storage or None,
             memory_every=config.checkpoint.memory_every,
@@ -86,6 +100,9 @@ def from_config(config: Config, run_dir: Path, *, resume: bool) -> History:
     )
     trainer.events_are_shown = True
     trainer.grace = config.launch.grace
+    if settings is not None and (world.is_main or (own_folder and world.local_rank == 0)):
+        new = settings.read_text(encoding="utf-8")
+        trainer.when_accepted = lambda: RunFolder(run_dir).save_config(new)
     return trainer.fit(
         train, val, epochs=config.train.epochs, steps=config.train.steps, resume=resume
     )
@@ -106,12 +123,11 @@ def _tell_about(
     config: Config, layout: Layout, train: Any, val: Any, run_dir: Path, *, again: bool
 ) -> None:
     """Write what the trainer does not know: another layout than asked for, and the baseline."""
-    log = EventLog(run_dir)
     if any(getattr(layout, axis) != asked for axis, asked in read_degrees(config.layout).items()):
-        log.write(Note(message=f"goes on as {layout} (asked for: {config.layout})"))
+        append(run_dir, Note(message=f"goes on as {layout} (asked for: {config.layout})"))
     if not again and isinstance(train, ByteText) and isinstance(val, ByteText):
-        log.write(Baseline(name="byte unigrams of the same text", loss=unigram_loss(train, val)))
-    log.close()
+        loss = unigram_loss(train, val)
+        append(run_dir, Baseline(name="byte unigrams of the same text", loss=loss))
 
 
 def engine_options(config: Config, train: Any, layout: Layout | None = None) -> EngineOptions:
@@ -195,8 +211,19 @@ def make_schedule(config: Config, train: Any) -> Callable[[int], float]:
 
 def main() -> None:
     """Train the run whose folder is named on the command line."""
-    run_dir = Path(sys.argv[1])
-    from_config(load(run_dir / "config.yaml"), run_dir, resume="--resume" in sys.argv[2:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--settings", type=Path)
+    parser.add_argument("--own-folder", action="store_true")
+    asked = parser.parse_args()
+    from_config(
+        load(asked.settings or asked.run_dir / "config.yaml"),
+        asked.run_dir,
+        resume=asked.resume,
+        settings=asked.settings,
+        own_folder=asked.own_folder,
+    )
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ class Checkpoints:
         """
         started = time.perf_counter()
         self.engine.settle()
-        self._begin()
+        self.begin()
         step = self.engine.steps_done
         state = self._collect()
         self._saver.save(step, state, {**self._info(reason, metrics or {}), **(info or {})})
@@ -167,7 +167,7 @@ class Checkpoints:
         Every rank calls it. Raises ``CheckpointError``, on all of them, where there is no room.
         """
         self.engine.settle()
-        self._begin()
+        self.begin()
         if self._memory is None:
             self._memory = MemoryTier(
                 self.folder.where,
@@ -374,8 +374,17 @@ class Checkpoints:
 
         self._from_main(take)
 
-    def _begin(self) -> None:
-        """Before the first save of a run that went on from nothing: nobody else's memory is its."""
+    @property
+    def has_begun(self) -> bool:
+        """Whether the folder has been told apart from that of an earlier run."""
+        return self._identity is not None
+
+    def begin(self) -> None:
+        """Before the first save of a run that went on from nothing: nobody else's memory is its.
+
+        Every rank calls it; saves do where nobody has. Raises ``CheckpointError``, on all ranks,
+        where the folder cannot be written.
+        """
         if self._identity is None:
             self._identity = self._from_main(self._new_identity)
 

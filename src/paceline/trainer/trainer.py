@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -19,11 +20,12 @@ from paceline.engine.arguments import check_arguments, check_switches
 from paceline.engine.checks import check_rules_match
 from paceline.engine.loss import LossFunction
 from paceline.engine.options import DEFAULTS, OptimizerFactory, check_option_names, ways_of
-from paceline.errors import CheckpointError, DataError, TrainingError
+from paceline.errors import CheckpointError, ConfigError, DataError, TrainingError
 from paceline.events import FILE_NAME, Note
 from paceline.launch.capacity import check_nproc
 from paceline.launch.environment import read_environment
 from paceline.launch.policy import Limits
+from paceline.launch.run_folder import check_name
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
 from paceline.parallel.compose import check_layout
@@ -39,6 +41,17 @@ from paceline.trainer.restoring import load_weights
 from paceline.trainer.saving import Checkpoints, Stateful, checked_objects
 from paceline.trainer.stopping import STOP, StopRequests
 from paceline.world import World
+
+_ALONE = EngineOptions(
+    layout="dp=1",
+    sharding=None,
+    tensor=None,
+    pipeline=None,
+    compress=None,
+    local_steps=None,
+    reduction=None,
+)
+"""The options of an engine that has no other ranks, where those of a layout would mean nothing."""
 
 
 class Trainer:
@@ -128,20 +141,68 @@ class Trainer:
         self.events_are_shown = False
         # Seconds from a signal until a launcher ends the ranks, where one has told.
         self.grace: float | None = None
+        # Called on each rank when all of them have done a first step with their settings.
+        self.when_accepted: Callable[[], None] | None = None
+        # What fit was asked for: epochs, steps.
+        self.length: tuple[int | None, int | None] = (None, None)
         self.epoch = 0
         self._engine: Engine | None = None
+        # The state of an engine that ranks of fit(nproc=…) had; the model has its own already.
+        self._brought: dict[str, Any] | None = None
+        # Whether all ranks came to the end of fit together, a signal or not.
+        self.left_in_order = False
         self._stops: StopRequests | None = None
 
     @property
     def engine(self) -> Engine:
-        """The engine, once ``fit`` has built it."""
+        """The engine, once ``fit`` has built it.
+
+        After ``fit(nproc=…)``, whose ranks are gone, it is one of this process alone that goes on
+        from what they had; it is made when it is first asked for.
+        """
         if self._engine is None:
-            raise TrainingError("the trainer has no engine before fit() is called.")
+            if self._brought is None:
+                raise TrainingError("the trainer has no engine before fit() is called.")
+            self._engine = self._engine_alone(self._brought)
+            self._brought = None
         return self._engine
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether ``engine`` is there already."""
+        return self._engine is not None
+
+    def take_over(self, state: dict[str, Any], epoch: int) -> None:
+        """Go on from the engine ``state`` that ranks had; model and optimizer have it already."""
+        self._engine, self._brought, self.epoch = None, state, epoch
+
+    def for_ranks(self, *, events_are_shown: bool) -> Trainer:
+        """A copy to send to ranks: they write events, and whoever started them shows those."""
+        copied = copy.copy(self)
+        copied.trackers, copied.progress = [], False
+        copied.events_are_shown = events_are_shown
+        copied._engine = copied._brought = None
+        return copied
+
+    def _engine_alone(self, state: Mapping[str, Any]) -> Engine:
+        options = EngineOptions(**{**self.engine_options, **_ALONE})
+        engine = Engine(
+            self.model,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            world=World.init(timeout=self.timeout),
+            **options,
+        )
+        weights = engine.model.state_dict()
+        engine.load_state_dict({**state, "model": weights, "compress": None, "reduction": None})
+        self.model, self.optimizer = engine.model, engine.optimizer
+        return engine
 
     @property
     def step(self) -> int:
         """How many optimizer steps the run has done."""
+        if self._brought is not None:
+            return int(self._brought["step"])
         return 0 if self._engine is None else self._engine.steps_done
 
     def stop(self, reason: str = "") -> None:
@@ -218,6 +279,8 @@ class Trainer:
         self, train: Any, val: Any, epochs: int | None, steps: int | None, resume: bool
     ) -> History:
         """``fit`` on this rank."""
+        self.length = (epochs, steps)
+        self._brought, self.left_in_order = None, False
         world = World.init(timeout=self.timeout)
         if not self.model.training:
             self.model.train()
@@ -273,6 +336,7 @@ class Trainer:
                 train_loader.close()
                 if val_loader is not None:
                     val_loader.close()
+        self.left_in_order = True
         if history.reason == "interrupted":
             stops.leave(where_stopped(history, self.run_dir))
         return history
@@ -478,6 +542,10 @@ def _check_run_dir(run_dir: Any) -> None:
         raise TrainingError(
             f"run_dir={run_dir!r} must be a folder's path, or None to keep nothing on disk."
         )
+    try:
+        check_name(run_dir)
+    except ConfigError as error:
+        raise TrainingError(f"run_dir={os.fspath(run_dir)!r}: {error}") from None
 
 
 def _check_writable(folder: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.events import Event, EventLog, HangFound, HangOver
+from paceline.events import Event, HangFound, HangOver, append
 from paceline.launch.overseer import Started, Stuck
 
 if TYPE_CHECKING:
@@ -96,11 +96,7 @@ class HangOverseer:
             event = HangOver(step=news.step, seconds=news.seconds)
             text = over_text(news.seconds)
         if self._events_dir is not None:
-            # A full disk may be why the run stands still.
-            with contextlib.suppress(OSError):
-                log = EventLog(self._events_dir)
-                log.write(event)
-                log.close()
+            append(self._events_dir, event)  # a full disk may be why the run stands still
         if self._say is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._say(text)
