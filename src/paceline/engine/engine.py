@@ -181,8 +181,10 @@ class Engine:
         )
         self._on_meta = is_on_meta(model)
         self._is_mapped = self.options["device_map"] is not None
-        if not self._on_meta and not self.layout.zero and not self._is_mapped:
-            self._local.to(self.device)  # sharding and device maps move what they keep there
+        # Sharding and device maps move what they keep there; a sample runs where its batch is.
+        sharded = self.layout.zero and not needs_sample(self.layout, self._ways)
+        if not self._on_meta and not sharded and not self._is_mapped:
+            self._local.to(self.device)
         self._precision.prepare(self._local)
         self._parameters = list(model.parameters())
         self.parameter_count = sum(p.numel() for p in self._parameters)
