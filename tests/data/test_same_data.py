@@ -226,6 +226,20 @@ def test_random_augmentation_is_no_difference(ranks: Any) -> None:
         assert found == [("", 10), ("", 10)]
 
 
+class Reshuffled(IterableDataset[Any]):
+    """In an order of its own each time; a part of each sample is the same in all."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = random.Random().sample(range(40), 40)
+        return iter([{"x": float(index), "weight": 1.0, "tags": ["a", "b"]} for index in order])
+
+
+def test_what_all_samples_have_in_common_tells_nothing(ranks: Any) -> None:
+    for message, batches in ranks(lambda: read_all(loader(Reshuffled(), global_batch=8))):
+        assert "random generator of its own" in message
+        assert batches == 1
+
+
 def test_a_stream_of_nothing_but_random_samples_is_refused_unless_said(ranks: Any) -> None:
     def job() -> list[tuple[str, int]]:
         stream = AugmentedStream(label=False)

@@ -160,7 +160,7 @@ def from_dataloader(
     batches: Any = dataloader.batch_sampler  # None where the dataset makes its own batches
     plain = type(batches) is BatchSampler  # the one that DataLoader(batch_size=…) makes
     sampler: Any = batches.sampler if plain else dataloader.sampler
-    _refuse_distributed(batches, sampler)
+    _refuse_distributed(batches, sampler, getattr(batches, "sampler", None))
     order = _order_of(sampler, dataset) if plain else None
     drops = bool(batches.drop_last if plain else dataloader.drop_last)
     sizes, found = _sizes_of(dataloader, BatchSizes(global_batch, per_device_batch, accumulate))

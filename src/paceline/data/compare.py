@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from paceline.data.prints import Leaf, Print, but, differing, digest, digest_of, is_among
+from paceline.data.prints import INDICES, Leaf, Print, but, differing, digest, digest_of, is_among
 from paceline.errors import DataError
 from paceline.world import World, collectives
 from paceline.world.agreement import meet
@@ -24,6 +24,8 @@ Drawn = tuple[tuple[str, Print], ...]
 """Some samples that were drawn for a batch: what to call each of them, and its print."""
 
 BATCH, END = "batch", "end"
+READINGS = 8
+"""How often samples that differ between ranks are read again: a flipped image may be one twice."""
 
 
 class Compared(Protocol):
@@ -34,8 +36,30 @@ class Compared(Protocol):
     order_is_ours: bool
     """Whether Paceline decides which samples are drawn; else only the samples can tell."""
 
-    def varying(self, epoch: int) -> set[str]:
-        """Paths in a sample whose values change from reading to reading in this process."""
+    def reread(self, epoch: int) -> Reread:
+        """Read again, in this process, some of what ranks differ in."""
+
+
+class Reread(NamedTuple):
+    """What reading samples again showed, as paths in a sample."""
+
+    varying: set[str]
+    """Values that change from reading to reading: drawn from a random generator."""
+    telling: set[str]
+    """Values that differ from sample to sample: where they agree, the order does."""
+
+
+def reread_of(readings: Sequence[Sequence[Print]]) -> Reread:
+    """What it shows that the same samples were read several times."""
+    first, *more = readings
+    varying = {
+        leaf.path
+        for reading in more
+        for one, two in zip(first, reading, strict=False)
+        for leaf, _ in differing(one, two)
+    }
+    telling = {leaf.path for other in first[1:] for leaf, _ in differing(first[0], other)}
+    return Reread(varying, telling)
 
 
 class _Told(NamedTuple):
@@ -119,15 +143,15 @@ class Comparison:
         if not found:
             self._rough = True  # in last digits alone: from now on these are left out
             return
-        own_varying = self._source.varying(self._epoch)
-        everyone: list[set[str]] = collectives.all_gather_object(own_varying)
-        varying = frozenset().union(*everyone)
+        readings: list[Reread] = collectives.all_gather_object(self._source.reread(self._epoch))
+        varying = frozenset().union(*(reading.varying for reading in readings))
+        telling = {INDICES}.union(*(reading.telling for reading in readings))
         left = [difference for difference in found if not is_among(difference.path, varying)]
         if left:
             raise DataError(self._differ(self._seen(left[0], told)))
         without = self._without | varying
-        kept = any(leaf.values for _, leaves in self._drawn[0] for leaf in but(leaves, without))
-        if not self._source.order_is_ours and not kept:
+        kept = {leaf.path for _, leaves in self._drawn[0] for leaf in but(leaves, without)}
+        if not self._source.order_is_ours and not kept & telling:
             raise DataError(self._nothing_to_compare(found[0], told))
         self._without, self._rough = without, True
 

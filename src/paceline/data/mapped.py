@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.batches import empty_batch
-from paceline.data.compare import Drawn
+from paceline.data.compare import READINGS, Drawn, Reread, reread_of
 from paceline.data.order import Order
-from paceline.data.prints import differing, print_of
+from paceline.data.prints import print_of
 from paceline.data.randomness import (
     Numbers,
     isolated,
@@ -33,8 +33,6 @@ from paceline.errors import DataError
 # Indices are drawn for many steps at a time: the order's cost is per call, hardly per index.
 _DRAW_AT_ONCE = 1024
 _PROBES = 3
-_READINGS = 8
-"""How often a sample that differs between ranks is read again: a flipped image may be one twice."""
 
 
 class Request(NamedTuple):
@@ -160,15 +158,15 @@ class MapSource(Source, ABC):
         """Reads through a DataLoader; its workers live as long as the reader."""
         return _MapReader(self)
 
-    def varying(self, epoch: int) -> set[str]:
-        """Paths in a sample whose values change from reading to reading in this process."""
+    def reread(self, epoch: int) -> Reread:
+        """Read again, in this process, some of what ranks differ in."""
         fetcher = Fetcher(self.dataset, self.fetching.collate_fn, self.seed)
-        found: set[str] = set()
         with isolated():
-            for index in self.probes(epoch):
-                first, *more = (print_of(fetcher.probe(epoch, index)) for _ in range(_READINGS))
-                found |= {leaf.path for other in more for leaf, _ in differing(first, other)}
-        return found
+            readings = [
+                [print_of(fetcher.probe(epoch, index)) for index in self.probes(epoch)]
+                for _ in range(READINGS)
+            ]
+        return reread_of(readings)
 
 
 class _MapReader:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, default_collate
 
-from paceline.data.compare import Drawn
+from paceline.data.compare import Drawn, Reread
 from paceline.data.slices import Cut, steps_per_epoch
 
 Collate = Callable[[list[Any]], Any]
@@ -129,9 +129,9 @@ class Source(ABC):
         """The data, as an error names it."""
         return type(self.dataset).__name__
 
-    def varying(self, epoch: int) -> set[str]:
-        """Paths in a sample whose values change from reading to reading in this process."""
-        return set()
+    def reread(self, epoch: int) -> Reread:
+        """Read again, in this process, some of what ranks differ in."""
+        return Reread(set(), set())
 
     @abstractmethod
     def reader(self) -> Reader:

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.batches import count_rows, cut_rows, empty_batch
-from paceline.data.compare import Drawn
-from paceline.data.prints import Print, differing, print_of
+from paceline.data.compare import READINGS, Drawn, Reread, reread_of
+from paceline.data.prints import Print, print_of
 from paceline.data.randomness import Stream, isolated, seed_all, seed_for
 from paceline.data.sampled import length
 from paceline.data.slices import Cut
@@ -27,8 +27,8 @@ from paceline.errors import DataError
 
 _COMPARED = 4
 """Samples of each global batch that ranks compare, its first and its last among them."""
-_READINGS = 6
-"""How often a stream that differs between ranks is read again."""
+_READ_AGAIN = 32
+"""Samples of a stream that are read again where ranks differ."""
 SAME_STREAM = (
     "Every rank must read the same stream, of which Paceline gives each rank its share. Where the "
     "dataset picks its shards by rank (RANK, get_rank(), split_by_node), leave that out, or keep "
@@ -86,10 +86,10 @@ class StreamSource(Source):
         yield from read_through(dataloader)
         self._broken_off = False
 
-    def varying(self, epoch: int) -> set[str]:
-        """Paths in a sample whose values change from reading to reading in this process."""
+    def reread(self, epoch: int) -> Reread:
+        """Read again, in this process, some of what ranks differ in."""
         first_state = self.first_state if self.saves_itself else None
-        return varying_in(self.dataset, seed_for(self.seed, epoch), epoch, first_state)
+        return reread_stream(self.dataset, seed_for(self.seed, epoch), epoch, first_state)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""
@@ -167,23 +167,17 @@ def drawn_of(batch: list[Any], offset: int) -> Drawn:
     return tuple((f"sample {offset + place}", print_of(batch[place])) for place in places)
 
 
-def varying_in(dataset: Any, seed: int, epoch: int, first_state: Any = None) -> set[str]:
-    """Paths whose values change from reading to reading of a stream's first samples.
+def reread_stream(dataset: Any, seed: int, epoch: int, first_state: Any = None) -> Reread:
+    """What reading the first samples of a stream again, and again, shows.
 
-    A copy is read, again and again: the stream itself is in the middle of its own reading. A
-    stream that cannot be copied, or not be read again, is taken to be what it says.
+    A copy is read: the stream itself is in the middle of its own reading. A stream that cannot be
+    copied, or not be read again, is taken to be what it says.
     """
     try:
         stream = copy.deepcopy(dataset)
-        readings = [_first_prints(stream, seed, epoch, first_state) for _ in range(_READINGS)]
+        return reread_of([_first_prints(stream, seed, epoch, first_state) for _ in range(READINGS)])
     except Exception:
-        return set()
-    return {
-        leaf.path
-        for reading in readings[1:]
-        for one, two in zip(readings[0], reading, strict=False)
-        for leaf, _ in differing(one, two)
-    }
+        return Reread(set(), set())
 
 
 def _first_prints(stream: Any, seed: int, epoch: int, first_state: Any) -> list[Print]:
@@ -192,7 +186,7 @@ def _first_prints(stream: Any, seed: int, epoch: int, first_state: Any) -> list[
             stream.set_epoch(epoch)
         if first_state is not None:
             stream.load_state_dict(copy.deepcopy(first_state))
-        return list(islice(iter(stream), _COMPARED))
+        return list(islice(iter(stream), _READ_AGAIN))
 
     return [print_of(sample) for sample in Stream(seed).run(read)]
 
@@ -224,11 +218,11 @@ class BatchSource(Source):
         """As many as the DataLoader says."""
         return length(self.dataloader)
 
-    def varying(self, epoch: int) -> set[str]:
-        """Paths in a batch whose values change from reading to reading in this process."""
-        if not isinstance(self.dataloader.dataset, IterableDataset):
-            return set()
-        return varying_in(self.dataloader.dataset, seed_for(self.seed, epoch), epoch)
+    def reread(self, epoch: int) -> Reread:
+        """Read again, in this process, some of what ranks differ in."""
+        if not isinstance(self.dataset, IterableDataset):
+            return super().reread(epoch)
+        return reread_stream(self.dataset, seed_for(self.seed, epoch), epoch)
 
     def reader(self) -> Reader:
         """Reads the DataLoader as it is, with its own workers."""

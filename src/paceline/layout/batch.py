@@ -48,7 +48,7 @@ class BatchSizes:
         """Whether the global batch was not stated, and so follows the number of ranks."""
         return self.global_batch is None and self.says_global
 
-    def stated(self) -> dict[str, int | None]:
+    def stated(self) -> dict[str, Any]:
         """What :func:`paceline.loader` takes of it, by name."""
         return {
             "global_batch": self.global_batch,
