@@ -53,7 +53,7 @@ def fingerprint(tensor: Tensor) -> int:
     """A hash of the values of ``tensor``."""
     if _is_odd(tensor):
         tensor = tensor.int_repr() if tensor.is_quantized else tensor.detach().to_dense()
-    return xxhash.xxh3_64_intdigest(memoryview(as_bytes(tensor).cpu().numpy()))
+    return xxhash.xxh3_64_intdigest(as_bytes(tensor).cpu().numpy().data)
 
 
 class _Part(NamedTuple):
@@ -108,7 +108,7 @@ class _Bytes:
         """A hash of the bytes of ``piece``, as it fits into an ``int64``."""
         digest = xxhash.xxh3_64()
         for part in piece:
-            digest.update(memoryview(self.read(part).cpu().numpy()))
+            digest.update(self.read(part).cpu().numpy().data)
         return int.from_bytes(digest.digest(), "little", signed=True)
 
     def _flat(self, name: str) -> Tensor:
