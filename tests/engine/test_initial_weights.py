@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import paceline
 from paceline.config import Config
 from paceline.errors import RankFailed, TrainingError
+from paceline.parallel.same_values import take_first_values
 from paceline.trainer.run import engine_options
 
 LAYOUTS = {
@@ -315,9 +316,6 @@ def test_a_user_may_keep_what_each_rank_has_built(ranks: Any) -> None:
 @pytest.mark.world(2)
 def test_values_of_every_kind_are_taken_over_in_bounded_pieces(ranks: Any) -> None:
     def job() -> tuple[list[str], bool, list[str]]:
-        from paceline.parallel import same_values
-
-        same_values._PIECE_BYTES = 100  # much less than the largest of them
         world = paceline.World.current()
 
         def make(rank: int) -> dict[str, Tensor]:
@@ -339,8 +337,9 @@ def test_values_of_every_kind_are_taken_over_in_bounded_pieces(ranks: Any) -> No
             }
 
         own, expected = make(world.rank), make(0)
-        differed = same_values.take_first_values(own, world.everyone, world.device)
-        again = same_values.take_first_values(own, world.everyone, world.device)
+        # Pieces of 100 bytes: much less than the largest of them.
+        differed = take_first_values(own, world.everyone, world.device, 100)
+        again = take_first_values(own, world.everyone, world.device, 100)
         alike = all(torch.equal(own[n].to_dense(), t.to_dense()) for n, t in expected.items())
         return differed, alike, again
 

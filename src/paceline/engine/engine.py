@@ -177,7 +177,7 @@ class Engine:
             self.world,
             initial_weights=self.options["initial_weights"],
             settings={"layout": str(self.layout)}
-            | {name: self.options[name] for name in _SAME_ON_ALL_RANKS},
+            | {k: value for k, value in self.options.items() if k in _SAME_ON_ALL_RANKS},
         )
         self._on_meta = is_on_meta(model)
         self._is_mapped = self.options["device_map"] is not None

@@ -24,18 +24,21 @@ _PIECE_BYTES = 32 * 2**20
 
 @torch.no_grad()
 def take_first_values(
-    tensors: Mapping[str, Tensor], group: Group, device: torch.device
+    tensors: Mapping[str, Tensor],
+    group: Group,
+    device: torch.device,
+    piece_bytes: int = _PIECE_BYTES,
 ) -> list[str]:
     """Overwrite ``tensors`` with those of the first rank of ``group``; the names that differed.
 
     All ranks must bring the same names, shapes and dtypes; strides may differ. The values travel
-    from and to ``device``, wherever the tensors are. A collective.
+    from and to ``device``, wherever the tensors are, at most ``piece_bytes`` at once. A collective.
     """
     if group.size == 1:
         return []
     odd = {name: t for name, t in tensors.items() if _is_odd(t)}
     plain = _Bytes({name: t for name, t in tensors.items() if t.numel() and name not in odd})
-    pieces = list(plain.pieces())
+    pieces = list(plain.pieces(piece_bytes))
     flags = _that_differ([plain.hash(piece) for piece in pieces], group)
     different = [piece for piece, differs in zip(pieces, flags, strict=True) if differs]
     for piece in different:
@@ -50,8 +53,7 @@ def fingerprint(tensor: Tensor) -> int:
     """A hash of the values of ``tensor``."""
     if _is_odd(tensor):
         tensor = tensor.int_repr() if tensor.is_quantized else tensor.detach().to_dense()
-    data = as_bytes(tensor).cpu().numpy() if tensor.numel() else b""
-    return xxhash.xxh3_64_intdigest(data)
+    return xxhash.xxh3_64_intdigest(as_bytes(tensor).cpu().numpy().data)
 
 
 class _Part(NamedTuple):
@@ -69,10 +71,10 @@ class _Bytes:
         self._tensors = tensors
         self._copied: tuple[str, Tensor] | None = None  # the last one that had to be
 
-    def pieces(self) -> Iterator[list[_Part]]:
+    def pieces(self, most: int) -> Iterator[list[_Part]]:
         """What is sent at once: several small tensors, or a part of a large one."""
         piece: list[_Part] = []
-        room = _PIECE_BYTES
+        room = most
         for name, tensor in self._tensors.items():
             at, size = 0, tensor.numel() * tensor.element_size()
             while at < size:
@@ -82,7 +84,7 @@ class _Bytes:
                 at = stop
                 if room == 0:
                     yield piece
-                    piece, room = [], _PIECE_BYTES
+                    piece, room = [], most
         if piece:
             yield piece
 
@@ -106,7 +108,7 @@ class _Bytes:
         """A hash of the bytes of ``piece``, as it fits into an ``int64``."""
         digest = xxhash.xxh3_64()
         for part in piece:
-            digest.update(self.read(part).cpu().numpy())
+            digest.update(self.read(part).cpu().numpy().data)
         return int.from_bytes(digest.digest(), "little", signed=True)
 
     def _flat(self, name: str) -> Tensor:
