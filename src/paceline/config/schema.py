@@ -357,6 +357,16 @@ class Checkpoint(Section):
         min_length=1,
         description="Begin with the weights of this checkpoint, run or URL.",
     )
+    digest: Literal["xxh3", "blake2b"] = Field(
+        default="xxh3",
+        description="How bytes are hashed: xxh3 finds damage, blake2b is a cryptographic hash.",
+    )
+    digest_key: str | None = Field(
+        default=None,
+        pattern=r"^(env:[A-Za-z_]|file:[/~])",
+        description="With blake2b: the key to write checkpoints with, and to require of those that "
+        "are read, as env:NAME or file:/path.",
+    )
 
 
 class Launch(Section):

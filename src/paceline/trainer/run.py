@@ -95,6 +95,8 @@ def from_config(
             storage=config.checkpoint.storage or None,
             memory_every=config.checkpoint.memory_every,
             start_from=config.checkpoint.start_from,
+            digest=config.checkpoint.digest,
+            digest_key=config.checkpoint.digest_key,
         ),
         **engine_options(config, train, layout),
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.digests import with_key
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.part import Part, RankState, whole_part
 from paceline.checkpoint.sharded.save import save
@@ -31,6 +32,7 @@ def import_weights(
     *,
     part: str = "",
     strip: str = "",
+    key: str | None = None,
 ) -> Checkpoint:
     """Make a checkpoint of step 0 in ``target`` from the weights in ``source``.
 
@@ -39,9 +41,10 @@ def import_weights(
     be loaded is refused. ``target``, a path or a URL, must hold no checkpoint yet.
 
     ``strip`` takes a prefix off every name, such as ``module.``; ``part`` names the submodule of
-    the model that the weights are for, and goes before every name.
+    the model that the weights are for, and goes before every name. With a ``key`` (``env:NAME`` or
+    ``file:/path``), the checkpoint is written with it.
     """
-    folder = Folder(target)
+    folder = Folder(target, digest=with_key(key))
     if taken := folder.checkpoints() or folder.old_format():
         first = taken[0].name if isinstance(taken[0], Checkpoint) else taken[0]
         raise CheckpointError(
