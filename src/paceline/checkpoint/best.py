@@ -44,10 +44,10 @@ def goal_of(
     recorded = [goal for info in reversed(infos) if (goal := _recorded(info)) is not None]
     if metric is None:
         if not recorded:
+            known = ", ".join(_known(infos)) or "none was saved with any"
             raise CheckpointError(
                 f"{where}: the run was not told by which metric a checkpoint is the best (its "
-                f"checkpoint.best). Name it: metric ({', '.join(_known(infos)) or 'none was saved with any'}), and "
-                "mode min or max."
+                f"checkpoint.best). Name the metric ({known}), and mode min or max."
             )
         metric = recorded[0].metric
     if mode is None:

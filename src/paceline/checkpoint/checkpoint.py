@@ -26,7 +26,7 @@ from paceline.checkpoint.digests import Digest
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
 from paceline.checkpoint.names import step_of
 from paceline.checkpoint.storage.local import Storage, open_storage
-from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
+from paceline.errors import CheckpointDamaged, CheckpointError, KeyNeeded, StorageError
 
 _MOST_OPEN = 8
 
@@ -105,6 +105,8 @@ class Checkpoint:
         """
         try:
             entries = self.manifest.files
+        except KeyNeeded:
+            raise
         except StorageError as error:
             if not error.unreadable:
                 raise

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import xxhash
 
-from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError
+from paceline.errors import CheckpointDamaged, ConfigError, KeyNeeded
 
 Name = Literal["xxh3", "blake2b"]
 NAMES: tuple[Name, ...] = ("xxh3", "blake2b")
@@ -96,7 +96,7 @@ class Digest:
                 )
             return Digest(named[0])
         if not self.key:
-            raise CheckpointError(
+            raise KeyNeeded(
                 f"{where} was written with a key, and cannot be checked without it. Give the key: "
                 "checkpoint.digest_key in a config, --key on a command line, key= in Python."
             )

@@ -17,7 +17,7 @@ from paceline.checkpoint.finding import locate
 from paceline.checkpoint.manifest import NAME, checked_body
 from paceline.checkpoint.names import is_old, step_of
 from paceline.checkpoint.storage.local import LocalStorage, Storage
-from paceline.errors import CheckpointError, StorageError
+from paceline.errors import CheckpointError, KeyNeeded, StorageError
 
 _ASKED_AT_ONCE = 32
 
@@ -25,7 +25,8 @@ _ASKED_AT_ONCE = 32
 @dataclass(frozen=True)
 class Listed:
     """One checkpoint. ``state``: ``whole`` (by its manifest and its files' sizes; ``verify`` reads
-    every byte), ``damaged`` (``problem`` says how), ``unfinished``, or ``old`` (Paceline 0.1)."""
+    every byte), ``damaged`` (``problem`` says how), ``keyed`` (it takes the key to tell),
+    ``unfinished``, or ``old`` (Paceline 0.1)."""
 
     step: int
     name: str
@@ -100,7 +101,8 @@ def _look(storage: Storage, name: str, files: Mapping[str, int]) -> Listed:
         data = _read(storage, f"{name}/{NAME}", files[NAME])
         found = _summary(data, storage.full(f"{name}/{NAME}"), storage.digest)
     except CheckpointError as error:
-        return Listed(step, name, path, "damaged", str(error), files=len(files))
+        state = "keyed" if isinstance(error, KeyNeeded) else "damaged"
+        return Listed(step, name, path, state, str(error), files=len(files))
     if step_of(name) is None:
         step = found["step"]
     sizes: dict[str, int] = found["sizes"]

@@ -42,7 +42,7 @@ def plan_prune(
     listed = list_checkpoints(where, follow=follow, key=key)
     by_state = {
         state: [one for one in listed if one.state == state]
-        for state in ("whole", "unfinished", "damaged")
+        for state in ("whole", "unfinished", "damaged", "keyed")
     }
     whole = by_state["whole"]
     gone: set[int] = set()
@@ -53,7 +53,7 @@ def plan_prune(
         [one for one in whole if one.step in gone],
         [one for one in whole if one.step not in gone],
         by_state["unfinished"],
-        by_state["damaged"],
+        by_state["damaged"] + by_state["keyed"],
     )
 
 

@@ -63,7 +63,7 @@ def show_list(where: str, listed: Sequence[Listed], snapshots: Sequence[Snapshot
     else:
         typer.echo(f"{where}: no checkpoint yet")
     for one in listed:
-        if one.state in ("damaged", "old"):
+        if one.state in ("damaged", "keyed", "old"):
             typer.echo(f"{one.name}: {one.problem}")
     for snapshot in snapshots:
         typer.echo(str(snapshot))
