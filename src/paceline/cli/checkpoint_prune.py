@@ -93,7 +93,8 @@ def _report(
     for snapshot in snapshots:
         typer.echo(f"{'freed' if done else 'would free'} {snapshot}")
     for one in plan.damaged:
-        typer.echo(f"left alone, since it is damaged: {shown(one.path)}: {one.problem}", err=True)
+        why = "it is damaged" if one.state == "damaged" else "it has a key"
+        typer.echo(f"left alone, since {why}: {shown(one.path)}: {one.problem}", err=True)
     stay = plural(len(plan.stay), "checkpoint")
     gone = f"{plural(len(plan.delete), 'checkpoint')} ({size(plan.bytes)})"
     typer.echo(f"{verb} {gone}, {stay} {'stay' if len(plan.stay) != 1 else 'stays'}")
