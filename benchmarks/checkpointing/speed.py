@@ -152,7 +152,7 @@ def default_stager() -> Any:
 
 
 def writes(here: Here, root: str, shapes: Shapes, repeats: int) -> Times:
-    """Writing this rank's bytes to a file, flushed to disk, with and without hashing them, in each way."""
+    """Writing this rank's bytes to a file, flushed to disk, hashed in each way and not."""
     bench = Bench(here, root, shapes)
     storage = open_storage(root)
     views = [memory_of(tensor) for tensor in bench.rows.values()]

@@ -177,15 +177,15 @@ def test_keys_come_from_where_they_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("my-own-secret", "by where it is kept: env:NAME"),
-        ("env:", "by where it is kept"),
-        ("file:relative", "by where it is kept"),
-        (7, "by where it is kept"),
+        ("my-own-secret", "must not stand here; write env:NAME"),
+        ("env:", "followed by the name of a variable"),
+        ("file:relative", "followed by an absolute path"),
+        (7, "named by where it is kept"),
         ("env:PACELINE_TEST_NONE", "PACELINE_TEST_NONE is not set"),
         ("env:PACELINE_TEST_SHORT", "holds 3 bytes; a key takes at least 16"),
         ("file:/not/there", "cannot be read: No such file"),
         ("file:OPEN", "chmod 600"),
-        ("file:FIFO", "holds 0 bytes"),
+        ("file:FIFO", "name a file"),
     ],
 )
 def test_keys_that_are_refused(

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
-import re
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import xxhash
 
 from paceline.errors import CheckpointDamaged, ConfigError, KeyNeeded
+
+if TYPE_CHECKING:
+    from paceline.config.secrets import Secret
 
 Name = Literal["xxh3", "blake2b"]
 NAMES: tuple[Name, ...] = ("xxh3", "blake2b")
@@ -25,8 +26,6 @@ LEAST_KEY = 16
 
 _XXH3, _BLAKE2B, _KEYED = "xxh3_128", "blake2b", "blake2b_keyed"
 _BYTES = 32
-_REFERENCE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:(/|~/).+")
-_MOST_KEY_FILE = 64 * 1024
 
 
 class _Hash(Protocol):
@@ -137,18 +136,12 @@ def with_key(key: str | None) -> Digest:
 
 def check_reference(key: Any) -> None:
     """Raise ``ConfigError`` where ``key`` is no ``env:NAME`` and no ``file:PATH``."""
-    if not isinstance(key, str) or not _REFERENCE.fullmatch(key):
-        raise ConfigError(  # not repeated: it may be the key itself
-            "the key of checkpoints is given by where it is kept: env:NAME for a variable of the "
-            "environment, or file:/path for a file that you alone can read."
-        )
+    _secret(key)
 
 
 def read_key(reference: str) -> bytes:
     """The key that ``env:NAME`` or ``file:PATH`` refers to, as hashes take it."""
-    check_reference(reference)
-    kind, _, name = reference.partition(":")
-    secret = _from_variable(name) if kind == "env" else _from_file(os.path.expanduser(name))
+    secret = _secret(reference).reveal().encode()
     if len(secret) < LEAST_KEY:
         raise ConfigError(
             f"{reference} holds {len(secret)} bytes; a key takes at least {LEAST_KEY}. Make one: "
@@ -158,19 +151,12 @@ def read_key(reference: str) -> bytes:
     return hashlib.blake2b(secret, person=b"paceline-digest").digest()
 
 
-def _from_variable(name: str) -> bytes:
-    value = os.environ.get(name)
-    if not value:
-        raise ConfigError(f"env:{name}: the variable {name} is not set. Export it.")
-    return value.encode()
+def _secret(reference: Any) -> Secret:
+    from paceline.config.secrets import HOW_TO, Secret
 
-
-def _from_file(path: str) -> bytes:
+    if not isinstance(reference, str):
+        raise ConfigError(f"the key of checkpoints is named by where it is kept: {HOW_TO}.")
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(handle, "rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
-                raise ConfigError(f"file:{path}: others may read it, too. Run: chmod 600 {path}")
-            return file.read(_MOST_KEY_FILE).rstrip(b"\r\n")
-    except OSError as error:
-        raise ConfigError(f"file:{path}: cannot be read: {error.strerror}.") from None
+        return Secret(reference)
+    except ValueError as error:
+        raise ConfigError(f"the key of checkpoints: {error}.") from None

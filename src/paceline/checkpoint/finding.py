@@ -215,15 +215,18 @@ def _place_in_config(path: Path, follow: bool) -> Place | None:
 
 def _not_followed(path: Path, where: str, options: Any) -> CheckpointError:
     """A config may be anybody's: it does not make us connect to a place of its choosing."""
+    from paceline.config.secret_words import masked  # loads all of the config's schema
+
     through = ""
     if isinstance(options, dict) and options:
-        endpoint = options.get("endpoint_url")
+        endpoint = masked(str(options.get("endpoint_url") or ""))
         said = (
             f"endpoint_url {endpoint!r}" if endpoint else f"options {', '.join(map(str, options))}"
         )
         through = f" (storage {said})"
+    place = f"{masked(where)!r}{through}"
     return CheckpointError(
-        f"{path / 'config.yaml'} says that the checkpoints of this run are at {where!r}{through}. "
+        f"{path / 'config.yaml'} says that the checkpoints of this run are at {place}. "
         "That is outside of the run's folder, and was not looked at: a folder that came from "
         "others could name any place. Where you trust it, go there with --follow (in Python: "
         "follow=True), or name the place itself."

@@ -38,6 +38,7 @@ from paceline.config.fields import (
     TrackingURI,
     args_of_default,
 )
+from paceline.config.secrets import Secret
 from paceline.config.sections import Section
 from paceline.config.sources import Sources
 from paceline.config.wire import CompressSection, LocalStepsSection, ReductionSection
@@ -361,9 +362,8 @@ class Checkpoint(Section):
         default="xxh3",
         description="How bytes are hashed: xxh3 finds damage, blake2b is a cryptographic hash.",
     )
-    digest_key: str | None = Field(
+    digest_key: Secret | None = Field(
         default=None,
-        pattern=r"^(env:[A-Za-z_]|file:[/~])",
         description="With blake2b: the key to write checkpoints with, and to require of those that "
         "are read, as env:NAME or file:/path.",
     )
