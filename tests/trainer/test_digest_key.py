@@ -129,9 +129,13 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
     assert "hunter2" not in str(said.value)
 
 
-def test_a_config_names_the_key_and_never_holds_it(tmp_path: Path) -> None:
+def test_a_config_names_the_key_and_never_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("checkpoint: {digest: blake2b, digest_key: 'env:SOME_KEY'}\n")
+    assert ["SOME_KEY is not set" in str(p) for p in check(load(file), devices=0)] == [True]
+    monkeypatch.setenv("SOME_KEY", "a key of some length")
     assert check(load(file), devices=0) == []
     file.write_text("checkpoint: {digest_key: 'env:SOME_KEY'}\n")
     assert any("takes no key" in str(problem) for problem in check(load(file), devices=0))

@@ -97,7 +97,7 @@ def from_config(
             memory_every=config.checkpoint.memory_every,
             start_from=config.checkpoint.start_from,
             digest=config.checkpoint.digest,
-            digest_key=key and str(key),
+            digest_key=None if key is None else str(key),
         ),
         **engine_options(config, train, layout),
     )
