@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -31,8 +32,10 @@ Run = Callable[..., tuple[int, str, str]]
 def paceline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+        before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(SystemExit) as ended:
             main()
+        signal.signal(signal.SIGTERM, before)
         assert isinstance(ended.value.code, int)
         return ended.value.code, *capsys.readouterr()
 
