@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from checkpointing.forks import Here
 from checkpointing.rivals import quiet, shards_of
 from checkpointing.states import Shapes, own_rows, state_of
 from paceline.checkpoint.checkpoint import memory_of
+from paceline.checkpoint.digests import XXH3, Digest, make_digest, with_key
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.hashing import BlockHasher, hashed
 from paceline.checkpoint.sharded.save import load, save
@@ -27,6 +29,8 @@ from paceline.checkpoint.storage.local import open_storage
 
 DROP = Path("/proc/sys/vm/drop_caches")
 Times = dict[str, list[float]]
+_KEY = "env:PACELINE_BENCHMARK_KEY"
+os.environ.setdefault("PACELINE_BENCHMARK_KEY", "any key takes as long")
 
 
 class Bench:
@@ -148,7 +152,7 @@ def default_stager() -> Any:
 
 
 def writes(here: Here, root: str, shapes: Shapes, repeats: int) -> Times:
-    """Writing this rank's bytes to a file, flushed to disk, with and without hashing them."""
+    """Writing this rank's bytes to a file, flushed to disk, hashed in each way and not."""
     bench = Bench(here, root, shapes)
     storage = open_storage(root)
     views = [memory_of(tensor) for tensor in bench.rows.values()]
@@ -157,20 +161,24 @@ def writes(here: Here, root: str, shapes: Shapes, repeats: int) -> Times:
     def plain() -> None:
         storage.create(file, hashed(views, _NoHasher()))
 
-    def hashing() -> None:
-        storage.create(file, hashed(views, BlockHasher()))
+    def hashing(digest: Digest) -> None:
+        storage.create(file, hashed(views, BlockHasher(digest=digest)))
 
-    def hash_alone() -> None:
-        for _ in hashed(views, BlockHasher()):
+    def hash_alone(digest: Digest) -> None:
+        for _ in hashed(views, BlockHasher(digest=digest)):
             pass
 
-    cases = [("write", plain), ("write and hash", hashing)]
+    others = {"blake2b": make_digest("blake2b"), "blake2b with a key": with_key(_KEY)}
+    cases = [("write", plain), ("write and hash", partial(hashing, XXH3))]
+    cases += [(f"write and {name}", partial(hashing, digest)) for name, digest in others.items()]
     for turn in range(2 * repeats):  # each goes first as often as the other
         for name, action in cases if turn % 2 else cases[::-1]:
             bench.timed(name, action)
             storage.delete(file)
             bench.calm()
-        bench.timed("hash", hash_alone)
+        bench.timed("hash", partial(hash_alone, XXH3))
+        for name, digest in others.items():
+            bench.timed(name, partial(hash_alone, digest))
     return dict(bench.times)
 
 

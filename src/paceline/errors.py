@@ -15,6 +15,7 @@ Each message names the value that was found, the rule it breaks and what to do n
     ├── CheckpointError (RuntimeError)    a checkpoint that cannot be written, found or read
     │   ├── CheckpointDamaged             its bytes are not those that were written
     │   ├── NotSaved                      a run has ended, and its last state could not be saved
+    │   ├── KeyNeeded                     it was written with a key, and none was given
     │   └── StorageError                  the disk or the store refused: full, read-only, gone
     ├── LaunchError (RuntimeError)        processes that could not be started
     │   └── RankFailed                    a rank died; carries its rank, exit code and traceback
@@ -88,6 +89,10 @@ class CheckpointDamaged(CheckpointError):
 
 class NotSaved(CheckpointError):
     """A run came to its end, but what it learned last could not be saved."""
+
+
+class KeyNeeded(CheckpointError):
+    """A checkpoint that was written with a key, and cannot be checked without it."""
 
 
 class StorageError(CheckpointError):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import re
 import shutil
+import tempfile
+import warnings
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,8 @@ from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.weights.export import export_hf, export_safetensors, export_torch
 from paceline.checkpoint.weights.importing import import_weights
 from paceline.errors import CheckpointError
+
+ROWS = torch.zeros(2**17)
 
 
 @pytest.fixture
@@ -242,3 +249,255 @@ def test_wrong_hugging_face_folders(weights: dict[str, Tensor], tmp_path: Path) 
     index.write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         import_weights(folder, tmp_path / "c")
+
+
+# ------------------------------------------------------------------ odd zip files
+
+
+def repacked(source: Path, target: Path, compressed: str = "", **changes: Any) -> Path:
+    """The same entries, those whose names match deflated."""
+    with zipfile.ZipFile(source) as given, zipfile.ZipFile(target, "w") as made:
+        for entry in given.infolist():
+            kind = zipfile.ZIP_DEFLATED if re.search(compressed, entry.filename) else 0
+            made.writestr(entry.filename, given.read(entry), kind)
+            if changes.get("twice") and entry.filename.endswith("data/0"):
+                name = entry.filename if changes["twice"] == "same" else entry.filename.upper()
+                with warnings.catch_warnings(action="ignore"):
+                    made.writestr(name, b"\x01" * entry.file_size)
+    return target
+
+
+@pytest.fixture
+def packed(weights: dict[str, Tensor], tmp_path: Path) -> Path:
+    torch.save(weights, tmp_path / "in.pt")
+    return tmp_path / "in.pt"
+
+
+@pytest.mark.parametrize("compressed", ["", r"data/1$", r"data\.pkl$"], ids=["all", "one", "text"])
+def test_a_compressed_file_gives_the_tensors_it_holds(
+    weights: dict[str, Tensor], packed: Path, tmp_path: Path, compressed: str
+) -> None:
+    source = repacked(packed, tmp_path / "small.pt", compressed)
+    before = {*os.listdir(tempfile.gettempdir())}
+    assert holds(import_weights(source, tmp_path / "c"), weights)
+    left = {*os.listdir(tempfile.gettempdir())} - before
+    assert not [name for name in left if name.startswith("paceline-")]
+
+
+def test_a_zip_written_as_a_stream(
+    weights: dict[str, Tensor], packed: Path, tmp_path: Path
+) -> None:
+    """Sizes and sums come behind each entry there (data descriptors), in 64 bits."""
+
+    class Stream(io.RawIOBase):
+        def __init__(self) -> None:
+            self.written = bytearray()
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            self.written += data
+            return len(data)
+
+    stream = Stream()
+    with zipfile.ZipFile(packed) as given, zipfile.ZipFile(stream, "w") as made:  # type: ignore[type-var]
+        for entry in given.infolist():
+            with made.open(zipfile.ZipInfo(entry.filename), "w", force_zip64=True) as into:
+                into.write(given.read(entry))
+    (tmp_path / "stream.pt").write_bytes(stream.written)
+    assert holds(import_weights(tmp_path / "stream.pt", tmp_path / "c"), weights)
+
+
+def test_a_file_without_checksums(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(weights, tmp_path / "in.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert holds(import_weights(tmp_path / "in.pt", tmp_path / "c"), weights)
+
+
+def encrypted(data: bytes) -> bytes:
+    """With the flag set that says so, in the list of entries."""
+    at = data.index(b"PK\x01\x02") + 8
+    return data[:at] + bytes([data[at] | 1]) + data[at + 1 :]
+
+
+def flipped(data: bytes) -> bytes:
+    """With one bit of the first weights changed."""
+    at = data.index(torch.load(io.BytesIO(data))["body.weight"].numpy().tobytes())
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data + b"garbage", "begins like a zip file and does not end like one"),
+        (lambda data: data[:-2] + b"\x07\x00garbage", "does not end like one"),
+        (lambda data: data + data, "has something before its archive"),
+        (encrypted, r"is encrypted"),
+        (flipped, r"is damaged .*CRC"),
+    ],
+    ids=["garbage", "comment", "two archives", "encrypted", "flipped bit"],
+)
+def test_zip_files_that_might_be_misread(
+    packed: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    packed.write_bytes(change(packed.read_bytes()))
+    with pytest.raises(CheckpointError, match=message):
+        import_weights(packed, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("twice", ["same", "upper case"])
+def test_an_entry_that_is_there_twice(packed: Path, tmp_path: Path, twice: str) -> None:
+    source = repacked(packed, tmp_path / "twice.pt", "nothing", twice=twice)
+    with pytest.raises(CheckpointError, match=r"holds '.*' twice: which one counts"):
+        import_weights(source, tmp_path / "c")
+
+
+def test_a_compressed_file_larger_than_the_disk(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = repacked(packed, tmp_path / "small.pt")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 4, 5))
+    with pytest.raises(CheckpointError, match=r"takes \d+ bytes unpacked: 5 are free in .*TMPDIR"):
+        import_weights(source, tmp_path / "c")
+
+
+# ------------------------------------------------------------------ odd tensors and names
+
+
+def test_every_kind_of_plain_tensor(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    kinds = {
+        "strided": base[::2, 1::2],
+        "turned": base.t(),
+        "windows": base.as_strided((3, 4), (2, 1)),  # they overlap
+        "tied": base,
+        "tied again": base,
+        "expanded": torch.tensor([3.0]).expand(5, 2),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "complex": torch.randn(2, dtype=torch.complex128),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn).view(2, 2),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "nothing": torch.empty(0, 10**12),
+        "small": torch.tensor([1, 2], dtype=torch.uint16),
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+    torch.save(kinds, tmp_path / "in.pt")
+    checkpoint = import_weights(tmp_path / "in.pt", tmp_path / "c")
+    for name, tensor in kinds.items():
+        found = checkpoint.read_tensor(f"model/{name}")
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        assert found.tolist() == tensor.tolist() if tensor.numel() else not found.numel()
+
+
+def odd(kind: str) -> Tensor:
+    with warnings.catch_warnings(action="ignore"):  # of kinds that torch is not sure of
+        if kind == "csr":
+            return torch.ones(2, 2).to_sparse_csr()
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({1: torch.ones(1), "1": torch.zeros(1)}, r"the key 1 of a tensor is a int"),
+        ({("a", "b"): torch.ones(1)}, r"the key \('a', 'b'\) of a tensor is a tuple"),
+        ({b"w": torch.ones(1)}, "is a bytes"),
+        ({None: torch.ones(1)}, "is a NoneType"),
+        ({"": torch.ones(1)}, "has no name"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "'a' is a dict"),
+        ({"w": torch.zeros(1).expand(16384, 16384)}, r"'w' of shape .* the file holds 4 for it"),
+        ({"b": torch.zeros(2**20), "w": torch.zeros(2**21)[:1].expand(2**19)}, "an expanded"),
+        ({"w": torch.zeros(2**19).as_strided((2**18, 2**18), (1, 1))}, "an expanded"),
+        ({str(n): ROWS for n in range(600)}, r"600 tensors that would take \d+ bytes"),
+        ({"model": {}}, "holds no tensors"),
+        ({}, "holds no state dict"),
+        ({"w": odd("csr")}, "'w' is a sparse_csr tensor"),
+        ({"w": odd("quantized")}, "'w' is a quantized tensor"),
+        ({"w": torch.ones(2, device="meta")}, "'w' is a meta tensor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_tensors_and_names_that_are_refused(tmp_path: Path, content: Any, message: str) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        torch.save(content, tmp_path / "in.pt")
+        with pytest.raises(CheckpointError, match=message):
+            import_weights(tmp_path / "in.pt", tmp_path / "c")
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_a_safetensors_file_without_tensors(tmp_path: Path, metadata: Any) -> None:
+    save_file({}, tmp_path / "in.safetensors", metadata=metadata)
+    with pytest.raises(CheckpointError, match="holds no tensors: there is nothing to import"):
+        import_weights(tmp_path / "in.safetensors", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("in.pt", "in.safetensors", "odd", "in/model.safetensors"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(CheckpointError, match="it is no regular file"):
+            import_weights((tmp_path / name), tmp_path / "c")
+    with pytest.raises(CheckpointError, match="it is no regular file"):
+        import_weights(folder, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="it is no regular file"):
+        import_weights("/dev/zero", tmp_path / "c")
+
+
+def test_shards_that_do_not_fit_their_index(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    index = folder / "model.safetensors.index.json"
+    first = "model-00001-of-00002.safetensors"
+    save_file(weights, folder / first)
+
+    def refused(text: str, message: str) -> None:
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            import_weights(folder, tmp_path / "c")
+
+    good = json.dumps({"weight_map": dict.fromkeys(weights, first)})
+    refused('{"weight_map": {}}', f"does not name {first}")
+    for outside in ("..", ".", "", "/etc/passwd", "a/../b", "..\\\\b", "a\\u0000"):
+        refused(f'{{"weight_map": {{"w": "{outside}"}}}}', "outside of its folder")
+    twin = '{"weight_map": {"w": "a", "w": "b"}}'
+    refused(twin, "names 'w' twice")
+    save_file(weights, folder / "model-00002-of-00002.safetensors")
+    refused(good, "does not name model-00002-of-00002")
+    (folder / "model-00002-of-00002.safetensors").rename(folder / "model.safetensors")
+    refused(good, "which of them counts")
+    (folder / "model.safetensors").unlink()
+    assert holds(import_weights(folder, tmp_path / "c"), weights)
+    (folder / first).unlink()
+    index.write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match="holds no tensors"):
+        import_weights(folder, tmp_path / "d")
+
+
+def test_a_target_that_was_there_stays_as_it_was(tmp_path: Path, packed: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "mine").write_text("mine")
+    torch.save({1: torch.ones(1)}, packed)
+    with pytest.raises(CheckpointError):
+        import_weights(packed, tmp_path / "c")
+    assert os.listdir(tmp_path / "c") == ["mine"]
+
+
+def test_a_failed_write_leaves_no_folder(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("paceline.checkpoint.storage.local.os.fsync", full)
+    with pytest.raises(CheckpointError, match=r"[Nn]o space left"):
+        import_weights(packed, tmp_path / "new" / "c")
+    monkeypatch.undo()
+    assert not (tmp_path / "new").exists()

@@ -202,9 +202,9 @@ def test_what_cannot_be_loaded_safely_does_not_count(tmp_path: Path):
 def test_the_next_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch):
     real = memory.hash_blocks
 
-    def slow(data: memoryview) -> tuple[str, ...]:
+    def slow(data: memoryview, **how: object) -> tuple[str, ...]:
         time.sleep(0.3)
-        return real(data)
+        return real(data, **how)
 
     monkeypatch.setattr(memory, "hash_blocks", slow)
     tier = MemoryTier(RUN, None, after=None, root=tmp_path)

@@ -163,10 +163,10 @@ def test_urls_and_runs_that_save_to_one(paceline: Terminal, tmp_path: Path) -> N
     for step in (1, 2):
         save_step(url, step)
     (tmp_path / "config.yaml").write_text(f"checkpoint: {{where: '{url}', storage: {{}}}}\n")
-    for where in (url, f"memory://{tmp_path.name}", str(tmp_path)):
-        assert [one["step"] for one in paceline.json("ls", where)["checkpoints"]] == [1, 2]
-        assert paceline.json("verify", where, "--all")["ok"]
-        assert paceline.json("show", where)["step"] == 2
+    for where in ([url], [f"memory://{tmp_path.name}"], [tmp_path, "--follow"]):
+        assert [one["step"] for one in paceline.json("ls", *where)["checkpoints"]] == [1, 2]
+        assert paceline.json("verify", *where, "--all")["ok"]
+        assert paceline.json("show", *where)["step"] == 2
     assert paceline.json("show", f"{url}/step-000000001")["step"] == 1
     assert paceline.json("prune", url, "--keep-last", "1")["deleted"] == ["step-000000001"]
     status, _, shown = paceline("ls", "memory://not/there")

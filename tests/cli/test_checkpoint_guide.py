@@ -21,7 +21,14 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_example_loads_and_passes_every_check(text: str, tmp_path: Path) -> None:
+def test_example_loads_and_passes_every_check(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("STORE_KEY", "a name")
+    monkeypatch.setenv("CHECKPOINT_KEY", "a key of 16 bytes or more")
+    (tmp_path / ".store-secret").write_text("a secret")
+    (tmp_path / ".store-secret").chmod(0o600)
     file = tmp_path / "example.yaml"
     file.write_text(text)
     assert check(load(file), devices=0) == []

@@ -256,9 +256,13 @@ def test_best_checkpoint_is_the_one_with_the_best_metric(tmp_path: Path) -> None
     found = paceline.checkpoint.Folder(tmp_path / "checkpoints").checkpoints()
     scores = {one.step: one.manifest.info["metrics"].get("score") for one in found}
     assert scores == {4: 0.9, 6: 0.5}
-    best = paceline.checkpoint.Folder(tmp_path / "checkpoints").best("score", "max")
-    assert best is not None
-    assert best.step == 4
+    folder = paceline.checkpoint.Folder(tmp_path / "checkpoints")
+    for best in (folder.best("score", "max"), folder.best("score"), folder.best()):
+        assert best is not None
+        assert best.step == 4
+    worst = folder.best("score", "min")
+    assert worst is not None
+    assert worst.step == 6
 
 
 def test_history_has_steps_epochs_time_and_throughput() -> None:

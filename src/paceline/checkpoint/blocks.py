@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from paceline.checkpoint.hashing import BlockHasher, hash_block
+from paceline.checkpoint.digests import XXH3, Digest
+from paceline.checkpoint.hashing import BlockHasher
 from paceline.checkpoint.manifest import FileEntry
 from paceline.checkpoint.storage.local import ReadableFile, ScatteringFile, Storage
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
@@ -41,9 +42,12 @@ class BlockReader:
     For one thread. Keeps the block read last, so that small ranges in order cost one read a block.
     """
 
-    def __init__(self, storage: Storage, path: str, entry: FileEntry) -> None:
+    def __init__(
+        self, storage: Storage, path: str, entry: FileEntry, digest: Digest = XXH3
+    ) -> None:
         self.path = storage.full(path)
         self.entry = entry
+        self._digest = digest
         self._span = max(storage.read_span // entry.block, 1) * entry.block
         self._kept: tuple[int, memoryview] | None = None
         self._buffer: memoryview | None = None
@@ -134,7 +138,7 @@ class BlockReader:
         found = file.read_scattered(first, places)
         if found != end - first:
             raise self._cut_short(first + found)
-        hasher = BlockHasher(self.entry.block)
+        hasher = BlockHasher(self.entry.block, self._digest)
         for place in places:
             hasher.update(place)
         expected, [digest] = self.entry.hashes[first // self.entry.block], hasher.digests().hashes
@@ -172,7 +176,7 @@ class BlockReader:
         found = self._file.read_into(first, into)
         if found != len(into):
             raise self._cut_short(first + found)
-        for damage in _wrong_blocks(self.path, self.entry, first, into):
+        for damage in _wrong_blocks(self.path, self.entry, first, into, self._digest):
             raise CheckpointDamaged(str(damage))
 
     def _cut_short(self, found: int) -> CheckpointDamaged:
@@ -212,7 +216,12 @@ def _by_block(targets: Sequence[Target], block: int) -> Iterator[list[Target]]:
 
 
 def file_damages(
-    storage: Storage, path: str, name: str, entry: FileEntry, progress: Callable[[int], None]
+    storage: Storage,
+    path: str,
+    name: str,
+    entry: FileEntry,
+    progress: Callable[[int], None],
+    digest: Digest = XXH3,
 ) -> list[Damage]:
     """All that is wrong with one file."""
     if (size := storage.size(path)) != entry.size:
@@ -220,7 +229,7 @@ def file_damages(
         return [_size_damage(name, entry, size)]
     try:
         with storage.open_read(path) as file:
-            return _blocks_damages(file, name, entry, storage.read_span, progress)
+            return _blocks_damages(file, name, entry, storage.read_span, progress, digest)
     except StorageError as error:
         if not error.unreadable:
             raise
@@ -228,7 +237,12 @@ def file_damages(
 
 
 def _blocks_damages(
-    file: ReadableFile, name: str, entry: FileEntry, span: int, progress: Callable[[int], None]
+    file: ReadableFile,
+    name: str,
+    entry: FileEntry,
+    span: int,
+    progress: Callable[[int], None],
+    digest: Digest,
 ) -> list[Damage]:
     step = max(span // entry.block, 1) * entry.block
     buffer = memoryview(bytearray(min(step, entry.size)))
@@ -238,17 +252,19 @@ def _blocks_damages(
         found = file.read_into(first, into)
         if found != len(into):  # cut while being read
             return [*damages, _size_damage(name, entry, first + found)]
-        damages += _wrong_blocks(name, entry, first, into)
+        damages += _wrong_blocks(name, entry, first, into, digest)
         progress(len(into))
     return damages
 
 
-def _wrong_blocks(name: str, entry: FileEntry, first: int, data: memoryview) -> list[Damage]:
+def _wrong_blocks(
+    name: str, entry: FileEntry, first: int, data: memoryview, digest: Digest
+) -> list[Damage]:
     """The blocks in ``data``, which begins at ``first``, that do not hash as they should."""
     damages = []
     for start in range(0, len(data), entry.block):
         expected = entry.hashes[(first + start) // entry.block]
-        found = hash_block(data[start : start + entry.block])
+        found = digest.of(data[start : start + entry.block])
         if found != expected:
             damages.append(Damage(name, f"block at byte {first + start}", expected, found))
     return damages

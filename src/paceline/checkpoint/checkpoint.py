@@ -22,10 +22,11 @@ from torch import Tensor
 
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.blocks import BlockReader, Damage, file_damages
+from paceline.checkpoint.digests import Digest
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
 from paceline.checkpoint.names import step_of
 from paceline.checkpoint.storage.local import Storage, open_storage
-from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
+from paceline.errors import CheckpointDamaged, CheckpointError, KeyNeeded, StorageError
 
 _MOST_OPEN = 8
 
@@ -72,7 +73,7 @@ class Checkpoint:
                 "finished."
             )
         try:
-            found = Manifest.from_bytes(self.storage.read_bytes(path), where)
+            found = Manifest.from_bytes(self.storage.read_bytes(path), where, self.storage.digest)
             problem = _contradiction(found, step_of(self.name))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             problem = f"it does not read like one ({type(error).__name__}: {error})"
@@ -80,12 +81,17 @@ class Checkpoint:
             raise CheckpointDamaged(f"{where} is damaged: {problem}.")
         return found
 
+    @property
+    def digest(self) -> Digest:
+        """How its bytes are hashed."""
+        return self.storage.digest.named(self.manifest.digest)
+
     def reader(self, file: str) -> BlockReader:
         """The bytes of one of its files, each checked before it is handed out."""
         if file not in self.manifest.files:
             raise CheckpointError(f"{self.path} has no file {file!r}.")
         path = f"{self.name}/{file}"
-        return BlockReader(self.storage, path, self.manifest.files[file])
+        return BlockReader(self.storage, path, self.manifest.files[file], self.digest)
 
     def damages(
         self,
@@ -99,6 +105,8 @@ class Checkpoint:
         """
         try:
             entries = self.manifest.files
+        except KeyNeeded:
+            raise
         except StorageError as error:
             if not error.unreadable:
                 raise
@@ -116,7 +124,8 @@ class Checkpoint:
                     progress(count)
 
         def check(file: str) -> list[Damage]:
-            return file_damages(self.storage, f"{self.name}/{file}", file, entries[file], tell)
+            path = f"{self.name}/{file}"
+            return file_damages(self.storage, path, file, entries[file], tell, self.digest)
 
         with ThreadPoolExecutor(max(1, min(len(chosen), os.cpu_count() or 1, 8))) as pool:
             checks = [pool.submit(check, file) for file in chosen]

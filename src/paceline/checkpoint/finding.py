@@ -5,11 +5,14 @@ Imports no torch, so that a command that only looks answers at once.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.checkpoint.best import Mode
+from paceline.checkpoint.digests import XXH3, Digest, with_key
 from paceline.checkpoint.manifest import NAME
 from paceline.checkpoint.names import is_old, step_of
 from paceline.checkpoint.storage.local import Storage, open_storage
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.folder import Folder
 
+Which = int | Literal["best", "last"]
+"""One of the checkpoints of a run: by its step, or by what it is."""
 _SHOWN = 20
 
 
@@ -27,31 +32,40 @@ _SHOWN = 20
 class Place:
     """A folder of checkpoints, and the ``name`` of the one in it that was meant, if one was.
 
-    ``options`` are those that the storage behind a URL is opened with.
+    ``options`` and ``digest`` are those that the storage is opened with.
     """
 
     folder: str
     name: str | None = None
     options: dict[str, Any] | None = None
+    digest: Digest = XXH3
 
     def open(self) -> Storage:
         """The storage that the checkpoints are in."""
-        return open_storage(self.folder, self.options)
+        return open_storage(self.folder, self.options, self.digest)
 
 
-def locate(where: str | os.PathLike[str]) -> Place:
+def locate(where: str | os.PathLike[str], *, follow: bool = False, key: str | None = None) -> Place:
     """The checkpoints that ``where`` stands for.
 
     It may be a run folder, the folder of its checkpoints, or one checkpoint; as a path or a URL.
+    A run folder may come from anybody: where its config says that the checkpoints are elsewhere,
+    in a store or another folder, that place is looked at only where ``follow`` is set.
+
+    ``key`` (``env:NAME`` or ``file:/path``): only what was written with this key is taken.
     """
-    text = os.fspath(where)
+    place = _locate(os.fspath(where), follow)
+    return place if key is None else dataclasses.replace(place, digest=with_key(key))
+
+
+def _locate(text: str, follow: bool) -> Place:
     if is_url(text):
         return _locate_url(text.rstrip("/"), None)
     path = Path(text.removeprefix("file://"))
     _check_folder(path)
     if step_of(path.absolute().name) is not None or (path / NAME).is_file():
         return Place(str(path.absolute().parent), path.absolute().name)
-    if elsewhere := _place_in_config(path):
+    if elsewhere := _place_in_config(path, follow):
         return elsewhere
     for folder in (path / "checkpoints", path):
         if folder.is_dir() and (folder != path or _holds_checkpoints(os.listdir(folder))):
@@ -66,40 +80,85 @@ def locate(where: str | os.PathLike[str]) -> Place:
     )
 
 
-def find_folder(where: str | os.PathLike[str]) -> Folder:
+def find_folder(
+    where: str | os.PathLike[str], *, follow: bool = False, key: str | None = None
+) -> Folder:
     """The folder of checkpoints that ``where`` stands for; see :func:`locate`."""
     from paceline.checkpoint.folder import Folder
 
-    place = locate(where)
-    return Folder(place.folder, place.options)
+    place = locate(where, follow=follow, key=key)
+    return Folder(place.folder, place.options, place.digest)
 
 
-def find_checkpoint(where: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
-    """One checkpoint: the one that ``where`` names, else that of ``step``, else the newest."""
+def find_checkpoint(
+    where: str | os.PathLike[str],
+    which: Which | None = None,
+    *,
+    metric: str | None = None,
+    mode: Mode | None = None,
+    follow: bool = False,
+    key: str | None = None,
+) -> Checkpoint:
+    """One checkpoint: the one that ``where`` names, or one of those that it stands for.
+
+    ``which`` of them: that of a step, ``"last"`` (the newest, as without it), or ``"best"``, by
+    the metric and in the direction that the run was told, unless ``metric`` and ``mode`` say
+    otherwise. For ``follow`` and ``key`` see :func:`locate`.
+    """
     from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.folder import Folder
 
-    place = locate(where)
+    _check_which(which, metric, mode)
+    place = locate(where, follow=follow, key=key)
     if place.name is not None:
-        checkpoint = Checkpoint(place.open(), place.name)
-        if step is not None and checkpoint.step != step:
-            raise CheckpointError(
-                f"{checkpoint.path} is the checkpoint of step {checkpoint.step}, not {step}. Leave "
-                "the step out, or name the folder of all checkpoints."
-            )
-        return checkpoint
-    folder = Folder(place.folder, place.options)
+        return _the_one(Checkpoint(place.open(), place.name), which)
+    folder = Folder(place.folder, place.options, place.digest)
     found = folder.checkpoints()
     if not found:
         raise CheckpointError(f"{folder.where} holds no checkpoint.{_hint(folder)}")
-    if step is None:
+    if which in (None, "last"):
         return found[-1]
-    chosen = next((one for one in found if one.step == step), None)
+    if which == "best":
+        return _best(folder, metric, mode)
+    chosen = next((one for one in found if one.step == which), None)
     if chosen is None:
         raise CheckpointError(
-            f"{folder.where} holds no checkpoint of step {step}; it has {_steps(found)}."
+            f"{folder.where} holds no checkpoint of step {which}; it has {_steps(found)}."
         )
     return chosen
+
+
+def _check_which(which: Any, metric: str | None, mode: str | None) -> None:
+    number = isinstance(which, int) and not isinstance(which, bool) and which >= 0
+    if which not in (None, "last", "best") and not number:
+        raise CheckpointError(f"which={which!r}: it is 'best', 'last' or the number of a step.")
+    if which != "best" and (metric, mode) != (None, None):
+        raise CheckpointError(
+            f"a metric or mode ({metric or mode}) is for the best checkpoint: ask for the best."
+        )
+
+
+def _the_one(checkpoint: Checkpoint, which: Which | None) -> Checkpoint:
+    """A checkpoint that was named by itself, if it is the one that is wanted."""
+    if which == "best":
+        raise CheckpointError(
+            f"{checkpoint.path} is one checkpoint: to have the best, name the run or the folder of "
+            "all its checkpoints."
+        )
+    if isinstance(which, int) and checkpoint.step != which:
+        raise CheckpointError(
+            f"{checkpoint.path} is the checkpoint of step {checkpoint.step}, not {which}. Leave "
+            "the step out, or name the folder of all checkpoints."
+        )
+    return checkpoint
+
+
+def _best(folder: Folder, metric: str | None, mode: Mode | None) -> Checkpoint:
+    found = folder.best(metric, mode)
+    if found is None:
+        named = "its metric" if metric is None else f"the metric {metric!r}"
+        raise CheckpointError(f"{folder.where} holds no checkpoint that was saved with {named}.")
+    return found
 
 
 def _check_folder(path: Path) -> None:
@@ -129,7 +188,7 @@ def _locate_url(url: str, options: dict[str, Any] | None) -> Place:
     return Place(url, None, options)
 
 
-def _place_in_config(path: Path) -> Place | None:
+def _place_in_config(path: Path, follow: bool) -> Place | None:
     """Where the run in this folder saves, if its config names another place than the folder."""
     config = path / "config.yaml"
     if not config.is_file():
@@ -143,9 +202,35 @@ def _place_in_config(path: Path) -> Place | None:
     section = read.get("checkpoint") if isinstance(read, dict) else None
     if not isinstance(section, dict) or not isinstance(where := section.get("where"), str):
         return None
+    options = section.get("storage")
     if is_url(where):
-        return _locate_url(where.rstrip("/"), section.get("storage"))
-    return Place(str(path / where))  # a relative one is in the run's folder
+        if not follow:
+            raise _not_followed(path, where, options)
+        return _locate_url(where.rstrip("/"), options if isinstance(options, dict) else None)
+    there = os.path.abspath(path / where.removeprefix("file://"))  # a relative one is in the run's
+    if not follow and os.path.commonpath([there, path.absolute()]) != str(path.absolute()):
+        raise _not_followed(path, there, None)
+    return Place(str(path / where.removeprefix("file://")))
+
+
+def _not_followed(path: Path, where: str, options: Any) -> CheckpointError:
+    """A config may be anybody's: it does not make us connect to a place of its choosing."""
+    from paceline.config.secret_words import masked  # loads all of the config's schema
+
+    through = ""
+    if isinstance(options, dict) and options:
+        endpoint = masked(str(options.get("endpoint_url") or ""))
+        said = (
+            f"endpoint_url {endpoint!r}" if endpoint else f"options {', '.join(map(str, options))}"
+        )
+        through = f" (storage {said})"
+    place = f"{masked(where)!r}{through}"
+    return CheckpointError(
+        f"{path / 'config.yaml'} says that the checkpoints of this run are at {place}. "
+        "That is outside of the run's folder, and was not looked at: a folder that came from "
+        "others could name any place. Where you trust it, go there with --follow (in Python: "
+        "follow=True), or name the place itself."
+    )
 
 
 def is_url(where: str) -> bool:

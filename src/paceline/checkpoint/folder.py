@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.best import Mode, goal_of
 from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.names import is_old, name_of, step_of
 from paceline.checkpoint.retention import Entry, Keep, best_step, to_delete
 from paceline.checkpoint.storage.local import TEMPORARY, open_storage
@@ -16,15 +18,19 @@ from paceline.errors import CheckpointError
 
 
 class Folder:
-    """The folder at ``where``, a path or a URL; ``options`` are those of :func:`open_storage`.
+    """The folder at ``where``, a path or a URL; ``options`` and ``digest`` are those of
+    :func:`open_storage`.
 
     A checkpoint is there if and only if its manifest is. Looking changes nothing and needs no lock.
     """
 
     def __init__(
-        self, where: str | os.PathLike[str], options: dict[str, Any] | None = None
+        self,
+        where: str | os.PathLike[str],
+        options: dict[str, Any] | None = None,
+        digest: Digest = XXH3,
     ) -> None:
-        self.storage = open_storage(where, options)
+        self.storage = open_storage(where, options, digest)
         self._lock: FolderLock | None = None
         self._known: dict[int, Entry] = {}
 
@@ -79,10 +85,19 @@ class Folder:
         """The checkpoints as :mod:`retention` sees them, with the metrics their manifests name."""
         return [_entry(checkpoint) for checkpoint in self.checkpoints()]
 
-    def best(self, metric: str, mode: Literal["min", "max"] = "min") -> Checkpoint | None:
-        """The best by a metric it was saved with; ``None`` where none has that metric."""
-        step = best_step(self.entries(), Keep(metric=metric, mode=mode))
-        return None if step is None else self.get(step)
+    def best(self, metric: str | None = None, mode: Mode | None = None) -> Checkpoint | None:
+        """The best by a metric it was saved with; ``None`` where none has that metric.
+
+        What is not given is what the run was told (``Checkpointing(best=…, mode=…)``); where it
+        was told nothing, it has to be given here.
+        """
+        found = self.checkpoints()
+        if not found:
+            return None
+        goal = goal_of([_info(one) for one in found], metric, mode, self.where)
+        entries = [_entry(one) for one in found]
+        step = best_step(entries, Keep(metric=goal.metric, mode=goal.mode))
+        return next((one for one in found if one.step == step), None)
 
     def lock(self, owner: str, beat_s: float = BEAT_S) -> FolderLock:
         """Take the folder for one run; ``owner`` says in a few words whose it is.
@@ -157,6 +172,14 @@ class Folder:
         names = [name for _, name in sorted((s, name) for s, name in found if s is not None)]
         sizes = self.storage.sizes([f"{name}/{manifests.NAME}" for name in names])
         return [(name, size is not None) for name, size in zip(names, sizes, strict=True)]
+
+
+def _info(checkpoint: Checkpoint) -> dict[str, Any]:
+    try:
+        info = checkpoint.manifest.info
+    except CheckpointError:  # damaged: it says nothing
+        return {}
+    return info if isinstance(info, dict) else {}
 
 
 def _entry(checkpoint: Checkpoint) -> Entry:

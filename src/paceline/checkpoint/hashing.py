@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import xxhash
-
+from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.manifest import BLOCK, FileEntry
 
 _WORTH_A_THREAD = 512 * 1024
@@ -15,13 +14,14 @@ _WORTH_A_THREAD = 512 * 1024
 class BlockHasher:
     """Takes the bytes of a file in order, in pieces of any size; knows its size and its hashes."""
 
-    def __init__(self, block: int = BLOCK) -> None:
+    def __init__(self, block: int = BLOCK, digest: Digest = XXH3) -> None:
         if block < 1:
             raise ValueError(f"a block of {block} bytes: it takes at least 1.")
         self.block = block
         self.size = 0
         self._hashes: list[str] = []
-        self._current = xxhash.xxh3_128()
+        self._digest = digest
+        self._current = digest.new()
 
     def update(self, data: memoryview | bytes | bytearray) -> None:
         """Take the next bytes of the file."""
@@ -33,7 +33,7 @@ class BlockHasher:
             view = view[len(piece) :]
             if self.size % self.block == 0:
                 self._hashes.append(self._current.hexdigest())
-                self._current.reset()
+                self._current = self._digest.new()
 
     def digests(self) -> FileEntry:
         """The entry of the file in the manifest, for the bytes taken so far."""
@@ -66,12 +66,9 @@ def hashed(chunks: Iterable[memoryview], hasher: BlockHasher) -> Iterator[memory
                     done.result()
 
 
-def hash_blocks(data: memoryview | bytes | bytearray, block: int = BLOCK) -> tuple[str, ...]:
+def hash_blocks(
+    data: memoryview | bytes | bytearray, block: int = BLOCK, digest: Digest = XXH3
+) -> tuple[str, ...]:
     """The hash of each block of ``data``, which begins where a block begins."""
     view = memoryview(data).cast("B")
-    return tuple(hash_block(view[at : at + block]) for at in range(0, len(view), block))
-
-
-def hash_block(data: memoryview | bytes | bytearray) -> str:
-    """The hash of one block: xxh3-128, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(data)
+    return tuple(digest.of(view[at : at + block]) for at in range(0, len(view), block))

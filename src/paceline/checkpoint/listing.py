@@ -12,13 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
+from paceline.checkpoint.digests import Digest
 from paceline.checkpoint.finding import locate
-from paceline.checkpoint.manifest import FORMAT, NAME, Manifest
+from paceline.checkpoint.manifest import NAME, checked_body
 from paceline.checkpoint.names import is_old, step_of
 from paceline.checkpoint.storage.local import LocalStorage, Storage
-from paceline.errors import CheckpointError, StorageError
+from paceline.errors import CheckpointError, KeyNeeded, StorageError
 
 _ASKED_AT_ONCE = 32
 
@@ -26,7 +25,8 @@ _ASKED_AT_ONCE = 32
 @dataclass(frozen=True)
 class Listed:
     """One checkpoint. ``state``: ``whole`` (by its manifest and its files' sizes; ``verify`` reads
-    every byte), ``damaged`` (``problem`` says how), ``unfinished``, or ``old`` (Paceline 0.1)."""
+    every byte), ``damaged`` (``problem`` says how), ``keyed`` (it takes the key to tell),
+    ``unfinished``, or ``old`` (Paceline 0.1)."""
 
     step: int
     name: str
@@ -38,13 +38,16 @@ class Listed:
     info: dict[str, Any] = field(default_factory=dict)
 
 
-def list_checkpoints(where: str | os.PathLike[str]) -> list[Listed]:
+def list_checkpoints(
+    where: str | os.PathLike[str], *, follow: bool = False, key: str | None = None
+) -> list[Listed]:
     """What is there, oldest first: all that ``where`` stands for, unfinished and damaged included.
 
     Each manifest is checked against its own hash, and each file for being there in its size. The
-    tensors that a manifest lists, by far its largest part, are not looked at.
+    tensors that a manifest lists, by far its largest part, are not looked at. For ``follow`` and
+    ``key`` see :func:`locate`.
     """
-    place = locate(where)
+    place = locate(where, follow=follow, key=key)
     storage = place.open()
     names = [place.name] if place.name is not None else storage.names()
     steps = [name for name in names if step_of(name) is not None or place.name is not None]
@@ -96,9 +99,10 @@ def _look(storage: Storage, name: str, files: Mapping[str, int]) -> Listed:
         return Listed(step, name, path, "unfinished", "it has no manifest", files=len(files))
     try:
         data = _read(storage, f"{name}/{NAME}", files[NAME])
-        found = _summary(data, storage.full(f"{name}/{NAME}"))
+        found = _summary(data, storage.full(f"{name}/{NAME}"), storage.digest)
     except CheckpointError as error:
-        return Listed(step, name, path, "damaged", str(error), files=len(files))
+        state = "keyed" if isinstance(error, KeyNeeded) else "damaged"
+        return Listed(step, name, path, state, str(error), files=len(files))
     if step_of(name) is None:
         step = found["step"]
     sizes: dict[str, int] = found["sizes"]
@@ -133,12 +137,9 @@ def _look_at_old(storage: Storage, name: str) -> Listed:
     return Listed(number, name, storage.full(name), "old", problem, size, 1)
 
 
-def _summary(data: bytes, where: str) -> dict[str, Any]:
+def _summary(data: bytes, where: str, digest: Digest) -> dict[str, Any]:
     """Step, info and the sizes of files of a manifest, which may go on for megabytes after them."""
-    first, _, rest = data.partition(b"\n")
-    body = rest[:-1]
-    if not _is_intact(first, body):
-        Manifest.from_bytes(data, where)  # raises, and says what is wrong
+    body, _ = checked_body(data, where, digest)
     found: dict[str, Any] = {}
     try:
         for key, value in _members(body.decode()):
@@ -151,15 +152,6 @@ def _summary(data: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{where} is damaged: it does not read like one ({type(error).__name__}: {error})."
         ) from error
-
-
-def _is_intact(first: bytes, body: bytes) -> bool:
-    try:
-        head = json.loads(first)
-        expected = FORMAT, len(body), xxhash.xxh3_128_hexdigest(body)
-        return (head["paceline_checkpoint"], head["bytes"], head["xxh3_128"]) == expected
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 def _members(text: str) -> Iterator[tuple[str, Any]]:

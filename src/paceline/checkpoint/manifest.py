@@ -9,9 +9,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
 from paceline.checkpoint.boxes import Box
+from paceline.checkpoint.digests import XXH3, Digest
 from paceline.errors import CheckpointDamaged, CheckpointError
 
 NAME = "manifest.json"
@@ -23,7 +22,7 @@ BLOCK = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file beside the manifest: its size, and the xxh3-128 of each block in hexadecimal."""
+    """A file beside the manifest: its size, and the hash of each block in hexadecimal."""
 
     size: int
     hashes: tuple[str, ...]
@@ -70,14 +69,19 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
+    digest: str = XXH3.name
+    """How its files are hashed, and it was itself when it was read: the name of a ``Digest``."""
 
     @property
     def size(self) -> int:
         """The size of all data files."""
         return sum(entry.size for entry in self.files.values())
 
-    def to_bytes(self) -> bytes:
-        """The text of the manifest file: a line with the format and a hash, then the rest."""
+    def to_bytes(self, digest: Digest = XXH3) -> bytes:
+        """The text of the manifest file: a line with the format and a hash, then the rest.
+
+        ``digest`` must be that of the hashes in ``files``.
+        """
         body = json.dumps(
             {
                 "step": self.step,
@@ -88,37 +92,16 @@ class Manifest:
             },
             separators=(",", ":"),
         ).encode()
-        head = {"paceline_checkpoint": FORMAT, "bytes": len(body), "xxh3_128": _hash(body)}
+        head = {"paceline_checkpoint": FORMAT, "bytes": len(body), **digest.head(body)}
         return json.dumps(head).encode() + b"\n" + body + b"\n"
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Manifest:
-        """The manifest in ``data``, which was read from ``where``; raises where it is damaged."""
-        first, newline, rest = data.partition(b"\n")
-        try:
-            head = json.loads(first)
-            found, size, expected = head["paceline_checkpoint"], head["bytes"], head["xxh3_128"]
-        except (ValueError, KeyError, TypeError):
-            raise CheckpointDamaged(
-                f"{where} is damaged: it does not begin like a manifest of Paceline's."
-            ) from None
-        if first != json.dumps(head).encode():
-            raise CheckpointDamaged(f"{where} is damaged: its first line is not as it was written.")
-        if found != FORMAT:
-            raise CheckpointError(
-                f"{where} is of format {found!r}, which this version of Paceline cannot read: it "
-                f"knows format {FORMAT}."
-            )
-        body = rest[:-1]
-        if not newline or rest[-1:] != b"\n" or len(body) != size:
-            raise CheckpointDamaged(
-                f"{where} is damaged: expected {size} bytes after its first line, found "
-                f"{max(len(rest) - 1, 0)}."
-            )
-        if (hashed := _hash(body)) != expected:
-            raise CheckpointDamaged(
-                f"{where} is damaged: expected hash {expected}, found {hashed}."
-            )
+    def from_bytes(cls, data: bytes, where: str, digest: Digest = XXH3) -> Manifest:
+        """The manifest in ``data``, which was read from ``where``; raises where it is damaged.
+
+        ``digest`` is the reader's: where it has a key, nothing but what has that key is taken.
+        """
+        body, found = checked_body(data, where, digest)
         content = json.loads(body)
         return cls(
             content["step"],
@@ -126,11 +109,36 @@ class Manifest:
             {n: FileEntry(f[0], tuple(f[2]), f[1]) for n, f in content["files"].items()},
             {n: _tensor_from_json(t) for n, t in content["tensors"].items()},
             {n: ObjectEntry(*o) for n, o in content["objects"].items()},
+            found.name,
         )
 
 
-def _hash(body: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(body)
+def checked_body(data: bytes, where: str, digest: Digest) -> tuple[bytes, Digest]:
+    """What follows the first line of a manifest, checked against it; and how it is hashed."""
+    first, newline, rest = data.partition(b"\n")
+    try:
+        head = json.loads(first)
+        found, size = head["paceline_checkpoint"], head["bytes"]
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointDamaged(
+            f"{where} is damaged: it does not begin like a manifest of Paceline's."
+        ) from None
+    if first != json.dumps(head).encode():
+        raise CheckpointDamaged(f"{where} is damaged: its first line is not as it was written.")
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{where} is of format {found!r}, which this version of Paceline cannot read: it "
+            f"knows format {FORMAT}."
+        )
+    kind = digest.to_read(head, where)
+    body = rest[:-1]
+    if not newline or rest[-1:] != b"\n" or len(body) != size:
+        raise CheckpointDamaged(
+            f"{where} is damaged: expected {size} bytes after its first line, found "
+            f"{max(len(rest) - 1, 0)}."
+        )
+    kind.check(head, body, where)
+    return body, kind
 
 
 def _tensor_to_json(entry: TensorEntry) -> list[Any]:

@@ -27,16 +27,22 @@ class PrunePlan:
         return sum(one.bytes for one in self.delete)
 
 
-def plan_prune(where: str | os.PathLike[str], keep: Keep | None) -> PrunePlan:
+def plan_prune(
+    where: str | os.PathLike[str],
+    keep: Keep | None,
+    *,
+    follow: bool = False,
+    key: str | None = None,
+) -> PrunePlan:
     """What :func:`prune` would delete by the rule ``keep``; without one, leftovers only.
 
     A damaged checkpoint neither counts as one that is kept nor is deleted: who knows what can
-    still be saved from it.
+    still be saved from it. For ``follow`` and ``key`` see :func:`locate`.
     """
-    listed = list_checkpoints(where)
+    listed = list_checkpoints(where, follow=follow, key=key)
     by_state = {
         state: [one for one in listed if one.state == state]
-        for state in ("whole", "unfinished", "damaged")
+        for state in ("whole", "unfinished", "damaged", "keyed")
     }
     whole = by_state["whole"]
     gone: set[int] = set()
@@ -47,7 +53,7 @@ def plan_prune(where: str | os.PathLike[str], keep: Keep | None) -> PrunePlan:
         [one for one in whole if one.step in gone],
         [one for one in whole if one.step not in gone],
         by_state["unfinished"],
-        by_state["damaged"],
+        by_state["damaged"] + by_state["keyed"],
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.retention import Keep
 
 app = typer.Typer(
@@ -27,11 +28,38 @@ Step = Annotated[
     int | None,
     typer.Option(metavar="N", help="That of this step; else the newest.", show_default=False),
 ]
+Best = Annotated[
+    bool, typer.Option("--best", help="The best, by the metric that the run kept the best by.")
+]
+Metric = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="--best: by this metric instead.", show_default=False),
+]
+BestMode = Annotated[
+    str | None,
+    typer.Option(
+        "--mode", metavar="min|max", help="--best: which value is better.", show_default=False
+    ),
+]
+Follow = Annotated[
+    bool,
+    typer.Option(
+        "--follow", help="Go where the run's config says, also to other hosts or folders."
+    ),
+]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REF",
+        help="Take only what was written with this key: env:NAME or file:/path.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
 @app.command()
-def ls(where: Where, as_json: AsJson = False) -> None:
+def ls(where: Where, follow: Follow = False, key: Key = None, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, and its snapshots in this machine's shared memory.
 
     Each manifest is checked, and whether each file is there; 'verify' reads every byte.
@@ -39,7 +67,8 @@ def ls(where: Where, as_json: AsJson = False) -> None:
     from paceline.checkpoint.listing import list_checkpoints
     from paceline.cli.checkpoint_list import list_as_json, show_list, snapshots_of
 
-    listed, snapshots = list_checkpoints(where), snapshots_of(where)
+    listed = list_checkpoints(where, follow=follow, key=key)
+    snapshots = snapshots_of(where, follow=follow, key=key)
     (list_as_json if as_json else show_list)(where, listed, snapshots)
 
 
@@ -47,14 +76,18 @@ def ls(where: Where, as_json: AsJson = False) -> None:
 def show(
     where: Where,
     step: Step = None,
+    best: Best = False,
+    metric: Metric = None,
+    mode: BestMode = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    follow: Follow = False,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a checkpoint holds: how it was saved, its tensors, its sizes by group."""
-    from paceline.checkpoint.finding import find_checkpoint
     from paceline.cli.checkpoint_views import show_checkpoint, show_checkpoint_as_json
 
-    checkpoint = find_checkpoint(where, step)
+    checkpoint = _find(where, step, best, metric, mode, follow=follow, key=key)
     if as_json:
         show_checkpoint_as_json(checkpoint)
     else:
@@ -65,25 +98,30 @@ def show(
 def verify(
     where: Where,
     step: Step = None,
+    best: Best = False,
+    metric: Metric = None,
+    mode: BestMode = None,
     every: Annotated[bool, typer.Option("--all", help="Every checkpoint of the run.")] = False,
+    follow: Follow = False,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of a checkpoint and compare it with its hash.
 
     The exit status is 0 when all is as it was saved, 1 when anything is damaged, 2 for a mistake.
     """
-    from paceline.checkpoint.finding import find_checkpoint, find_folder
+    from paceline.checkpoint.finding import find_folder
     from paceline.cli.checkpoint_views import show_verdicts, verified
     from paceline.errors import CheckpointError
 
     with _trouble_apart():
         if every:
-            folder = find_folder(where)
+            folder = find_folder(where, follow=follow, key=key)
             chosen = folder.checkpoints()
             if not chosen:
                 raise CheckpointError(f"{folder.where} holds no checkpoint.")
         else:
-            chosen = [find_checkpoint(where, step)]
+            chosen = [_find(where, step, best, metric, mode, follow=follow, key=key)]
         found = [verified(checkpoint) for checkpoint in chosen]
         verdicts = [verdict for verdict in found if verdict is not None]
     show_verdicts(verdicts, as_json)
@@ -101,6 +139,8 @@ def diff(
     step_b: Annotated[
         int | None, typer.Option(metavar="N", help="B's of this step.", show_default=False)
     ] = None,
+    best_a: Annotated[bool, typer.Option("--best-a", help="A's best.")] = False,
+    best_b: Annotated[bool, typer.Option("--best-b", help="B's best.")] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -110,6 +150,8 @@ def diff(
         ),
     ] = None,
     limit: Annotated[int, typer.Option(metavar="N", help="Differences to list; 0: all.")] = 20,
+    follow: Follow = False,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which tensors and objects of two checkpoints differ, and by how much.
@@ -118,12 +160,14 @@ def diff(
     they differ, 2 for a mistake. How many seconds a run took (loop/epoch_seconds) does not count.
     """
     from paceline.checkpoint.diff import bytes_to_read, diff_checkpoints
-    from paceline.checkpoint.finding import find_checkpoint
     from paceline.cli.checkpoint_screen import bar
     from paceline.cli.checkpoint_views import show_difference
 
     with _trouble_apart():
-        pair = find_checkpoint(a, step_a), find_checkpoint(b, step_b)
+        pair = (
+            _find(a, step_a, best_a, follow=follow, key=key),
+            _find(b, step_b, best_b, follow=follow, key=key),
+        )
         with bar("comparing", bytes_to_read(*pair, only or ())) as move:
             found = diff_checkpoints(*pair, only=only or (), progress=move)
     show_difference(*pair, found, limit, as_json)
@@ -136,9 +180,18 @@ def export(
     where: Where,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The file or folder to write.")],
     format: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="safetensors, hf or torch.")
-    ] = "safetensors",
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="safetensors, hf or torch; else as TARGET ends: .safetensors or .pt.",
+            show_default=False,
+        ),
+    ] = None,
     step: Step = None,
+    best: Best = False,
+    metric: Metric = None,
+    mode: BestMode = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -163,20 +216,22 @@ def export(
         str, typer.Option(metavar="SIZE", help="hf: the largest file to write.")
     ] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace TARGET if it exists.")] = False,
+    follow: Follow = False,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the weights of a checkpoint for other programs.
 
     One safetensors file, a Hugging Face folder (hf), or a state dict of torch's (torch).
     """
-    from paceline.checkpoint.finding import find_checkpoint
-    from paceline.checkpoint.weights.export import export_weights, weights_of
+    from paceline.checkpoint.weights.export import export_weights, format_for, weights_of
     from paceline.cli.checkpoint_screen import bar, parse_size
     from paceline.cli.checkpoint_views import show_export
 
     signal.signal(signal.SIGTERM, _leave)  # as Ctrl-C: what is half-written goes first
     largest = parse_size(max_shard)
-    checkpoint = find_checkpoint(where, step)
+    format = format_for(target, format)
+    checkpoint = _find(where, step, best, metric, mode, follow=follow, key=key)
     weights = weights_of(checkpoint, part=part, dtype=dtype)
     with bar("exporting", sum(weight.bytes for weight in weights)) as move:
         written = export_weights(
@@ -188,6 +243,7 @@ def export(
             part=part,
             dtype=dtype,
             force=force,
+            follow=follow,
             progress=move,
         )
     show_export(checkpoint, weights, written, format, as_json)
@@ -220,6 +276,14 @@ def import_(
             metavar="PREFIX", help="Take this off each name, like 'module.'.", show_default=False
         ),
     ] = "",
+    key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REF",
+            help="Write the checkpoint with this key: env:NAME or file:/path.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint (step 0, the model alone) of weights from elsewhere.
@@ -229,7 +293,7 @@ def import_(
     from paceline.checkpoint.weights.importing import import_weights
     from paceline.cli.checkpoint_views import show_import
 
-    show_import(import_weights(source, target, part=part, strip=strip), as_json)
+    show_import(import_weights(source, target, part=part, strip=strip, key=key), as_json)
 
 
 @app.command()
@@ -242,11 +306,19 @@ def prune(
         int, typer.Option(metavar="K", help="Keep the best K, by --metric.", show_default=False)
     ] = 0,
     metric: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What is best.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME", help="What is best; else as the run was told.", show_default=False
+        ),
     ] = None,
     mode: Annotated[
-        str, typer.Option(metavar="min|max", help="Which value of the metric is better.")
-    ] = "min",
+        str | None,
+        typer.Option(
+            metavar="min|max",
+            help="Which value of the metric is better; else as the run was told.",
+            show_default=False,
+        ),
+    ] = None,
     keep_every: Annotated[
         int | None,
         typer.Option(metavar="N", help="Keep every step that N divides.", show_default=False),
@@ -254,6 +326,8 @@ def prune(
     memory: Annotated[
         bool, typer.Option("--memory", help="Free the run's snapshots in shared memory too.")
     ] = False,
+    follow: Follow = False,
+    key: Key = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
@@ -265,21 +339,61 @@ def prune(
     """
     from paceline.cli.checkpoint_prune import run_prune
 
-    keep = _keep(keep_last, keep_best, metric, mode, keep_every)
-    run_prune(where, keep, memory=memory, dry_run=dry_run, yes=yes, as_json=as_json)
+    looking: dict[str, Any] = dict(follow=follow, key=key)
+    keep = _keep(where, keep_last, keep_best, metric, mode, keep_every, looking)
+    run_prune(where, keep, looking, memory=memory, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+def _find(
+    where: str,
+    step: int | None,
+    best: bool,
+    metric: str | None = None,
+    mode: str | None = None,
+    *,
+    follow: bool,
+    key: str | None,
+) -> Checkpoint:
+    """The checkpoint that ``--step``, ``--best`` or neither asks for."""
+    from paceline.checkpoint.finding import find_checkpoint
+    from paceline.errors import ConfigError
+
+    if best and step is not None:
+        raise ConfigError(f"--best and --step {step}: which of them? Leave one out.")
+    for option, value in (("--metric", metric), ("--mode", mode)):
+        if value is not None and not best:
+            raise ConfigError(f"{option} {value} is for --best. Add it, or leave {option} out.")
+    which = "best" if best else step
+    return find_checkpoint(where, which, metric=metric, mode=mode, follow=follow, key=key)  # type: ignore[arg-type]
 
 
 def _keep(
-    last: int | None, best: int, metric: str | None, mode: str, every: int | None
+    where: str,
+    last: int | None,
+    best: int,
+    metric: str | None,
+    mode: str | None,
+    every: int | None,
+    looking: dict[str, Any],
 ) -> Keep | None:
+    from paceline.checkpoint.best import goal_of
+    from paceline.checkpoint.listing import list_checkpoints
     from paceline.checkpoint.retention import Keep
     from paceline.errors import ConfigError
 
-    if metric is not None and not best:
-        raise ConfigError(f"--metric {metric}: how many are to be kept by it? Add --keep-best K.")
+    for option, value in (("--metric", metric), ("--mode", mode)):
+        if value is not None and not best:
+            raise ConfigError(
+                f"{option} {value}: how many are to be kept by it? Add --keep-best K."
+            )
     if last is None and not best and every is None:
         return None
-    return Keep(1 if last is None else last, best, metric, mode, every)  # type: ignore[arg-type]
+    last = 1 if last is None else last
+    if not best:
+        return Keep(last, every=every)
+    infos = [one.info for one in list_checkpoints(where, **looking)]
+    goal = goal_of(infos, metric, mode, where)  # type: ignore[arg-type]
+    return Keep(last, best, goal.metric, goal.mode, every)
 
 
 @contextmanager

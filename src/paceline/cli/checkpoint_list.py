@@ -42,15 +42,16 @@ class Snapshots:
         return asdict(self)
 
 
-def snapshots_of(where: str) -> list[Snapshots]:
+def snapshots_of(where: str, *, follow: bool = False, key: str | None = None) -> list[Snapshots]:
     """The snapshots in shared memory of the run that ``where`` stands for."""
     from paceline.checkpoint.finding import locate
     from paceline.checkpoint.memory.files import segments
 
-    folder = locate(where).folder
+    place = locate(where, follow=follow, key=key)
+    folder = place.folder
     known = {where, folder, folder.rpartition("/")[0]}
     known = {name if "://" in name else os.path.abspath(name) for name in known if name}
-    held = [one for one in segments(_SHARED_MEMORY) if one.run in known]
+    held = [one for one in segments(_SHARED_MEMORY, place.digest) if one.run in known]
     return [Snapshots(one.run, one.steps, one.bytes) for one in held]
 
 
@@ -62,7 +63,7 @@ def show_list(where: str, listed: Sequence[Listed], snapshots: Sequence[Snapshot
     else:
         typer.echo(f"{where}: no checkpoint yet")
     for one in listed:
-        if one.state in ("damaged", "old"):
+        if one.state in ("damaged", "keyed", "old"):
             typer.echo(f"{one.name}: {one.problem}")
     for snapshot in snapshots:
         typer.echo(str(snapshot))

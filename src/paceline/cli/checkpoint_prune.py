@@ -16,22 +16,34 @@ if TYPE_CHECKING:
 
 
 def run_prune(
-    where: str, keep: Keep | None, *, memory: bool, dry_run: bool, yes: bool, as_json: bool
+    where: str,
+    keep: Keep | None,
+    looking: dict[str, Any],
+    *,
+    memory: bool,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
 ) -> None:
-    """Do it, or with ``dry_run`` say what would be done."""
+    """Do it, or with ``dry_run`` say what would be done; ``looking`` is what ``locate`` takes."""
     from paceline.checkpoint.finding import find_folder, locate
     from paceline.checkpoint.pruning import plan_prune, prune
     from paceline.errors import CheckpointError
 
-    if (name := locate(where).name) is not None:
+    if (name := locate(where, **looking).name) is not None:
         raise CheckpointError(f"{where} is one checkpoint: name the folder {name} is in.")
-    folder = find_folder(where)
+    folder = find_folder(where, **looking)
+
+    def planned() -> tuple[PrunePlan, list[Snapshots]]:
+        snapshots = snapshots_of(where, **looking) if memory else []
+        return plan_prune(where, keep, **looking), snapshots
+
     if dry_run:
-        plan, snapshots = plan_prune(where, keep), snapshots_of(where) if memory else []
+        plan, snapshots = planned()
         _report(plan, [one.name for one in _going(plan)], snapshots, as_json, done=False)
         return
     with folder.lock("paceline checkpoint prune"):
-        plan, snapshots = plan_prune(where, keep), snapshots_of(where) if memory else []
+        plan, snapshots = planned()
         if not _confirmed(plan, snapshots, yes or as_json):
             typer.echo("nothing was deleted", err=True)
             raise SystemExit(1)
@@ -81,7 +93,8 @@ def _report(
     for snapshot in snapshots:
         typer.echo(f"{'freed' if done else 'would free'} {snapshot}")
     for one in plan.damaged:
-        typer.echo(f"left alone, since it is damaged: {shown(one.path)}: {one.problem}", err=True)
+        why = "it is damaged" if one.state == "damaged" else "it has a key"
+        typer.echo(f"left alone, since {why}: {shown(one.path)}: {one.problem}", err=True)
     stay = plural(len(plan.stay), "checkpoint")
     gone = f"{plural(len(plan.delete), 'checkpoint')} ({size(plan.bytes)})"
     typer.echo(f"{verb} {gone}, {stay} {'stay' if len(plan.stay) != 1 else 'stays'}")

@@ -34,7 +34,13 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-_STYLES = {"whole": "green", "damaged": "red", "unfinished": "yellow", "old": "yellow"}
+_STYLES = {
+    "whole": "green",
+    "damaged": "red",
+    "unfinished": "yellow",
+    "old": "yellow",
+    "keyed": "yellow",
+}
 
 
 def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

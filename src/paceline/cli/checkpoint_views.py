@@ -29,6 +29,7 @@ def show_checkpoint(checkpoint: Checkpoint, every_tensor: bool) -> None:
     typer.echo(shown(checkpoint.path))
     facts = {"step": manifest.step, "size": size(manifest.size), "files": len(manifest.files)}
     facts |= {"saved": when(manifest.info), "metrics": metrics_text(manifest.info)}
+    facts |= {"digest": manifest.digest}
     others = {k: v for k, v in manifest.info.items() if k not in ("time", "metrics")}
     for name, value in {**facts, **others}.items():
         if value not in ("", None):
@@ -75,6 +76,7 @@ def show_checkpoint_as_json(checkpoint: Checkpoint) -> None:
             "step": manifest.step,
             "bytes": manifest.size,
             "info": manifest.info,
+            "digest": manifest.digest,
             "files": {name: entry.size for name, entry in manifest.files.items()},
             "tensors": {
                 name: {

@@ -295,6 +295,11 @@ def _saving(config: Config, callees: Mapping[str, Callee]) -> Problems:
             ("checkpoint", "storage"),
             "checkpoint.storage is for a checkpoint.where that is a URL, such as s3://bucket/run",
         )
+    if checkpoint.digest_key is not None and checkpoint.digest != "blake2b":
+        yield (
+            ("checkpoint", "digest_key"),
+            f"checkpoint.digest={checkpoint.digest} takes no key; set checkpoint.digest to blake2b",
+        )
     steps, every = config.train.steps, checkpoint.every
     too_late = every is not None and steps is not None and every > steps
     others = checkpoint.best or checkpoint.every_epoch or checkpoint.every_minutes
@@ -324,6 +329,8 @@ def _credentials(config: Config) -> Problems:
     if config.data.val is not None:
         found_in_val = references(config.data.val.args, everywhere=False)
         named += [(("data", "val", "args"), found) for found in found_in_val]
+    if config.checkpoint.digest_key is not None:
+        named.append((("checkpoint", "digest_key"), str(config.checkpoint.digest_key)))
     uri = config.track.mlflow.uri if config.track.mlflow else None
     if uri is not None and uri.startswith("env:"):
         named.append((("track", "mlflow", "uri"), uri))

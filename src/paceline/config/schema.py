@@ -38,6 +38,7 @@ from paceline.config.fields import (
     TrackingURI,
     args_of_default,
 )
+from paceline.config.secrets import Secret
 from paceline.config.sections import Section
 from paceline.config.sources import Sources
 from paceline.config.wire import CompressSection, LocalStepsSection, ReductionSection
@@ -356,6 +357,15 @@ class Checkpoint(Section):
         default=None,
         min_length=1,
         description="Begin with the weights of this checkpoint, run or URL.",
+    )
+    digest: Literal["xxh3", "blake2b"] = Field(
+        default="xxh3",
+        description="How bytes are hashed: xxh3 finds damage, blake2b is a cryptographic hash.",
+    )
+    digest_key: Secret | None = Field(
+        default=None,
+        description="With blake2b: the key to write checkpoints with, and to require of those that "
+        "are read, as env:NAME or file:/path.",
     )
 
 

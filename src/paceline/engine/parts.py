@@ -151,15 +151,18 @@ class Parts:
 
     # ------------------------------------------------------------------ loading
 
-    def take(self, saved: Saved, load: Load, *, weights_only: bool = False) -> None:
+    def take(
+        self, saved: Saved, load: Load, *, weights_only: bool = False, strict: bool = True
+    ) -> None:
         """Take over what a checkpoint holds, at this or another layout. Every rank calls it.
 
         A checkpoint of weights alone, or ``weights_only``, leaves the optimizer and the step as
-        they are, and casts the weights to the model's dtype where that is another.
+        they are, and casts the weights to the model's dtype where that is another. Not ``strict``,
+        weights that one of the two lacks are left as they are.
         """
         engine = self._engine
         found = saved.read_object(OBJECT) if OBJECT in saved.manifest.objects else {}
-        names = self._names_in(saved.manifest, found.get("aliases", {}))
+        names = self._names_in(saved.manifest, found.get("aliases", {}), strict)
         if weights_only:
             found = {}
         has_training = "step" in found
@@ -198,7 +201,9 @@ class Parts:
         elif about is not None:  # it is not known yet which part of the model this rank has
             engine.after_spreading = lambda: self.wire.take(saved, about, load)
 
-    def _names_in(self, manifest: Manifest, aliases: Mapping[str, str]) -> dict[str, str]:
+    def _names_in(
+        self, manifest: Manifest, aliases: Mapping[str, str], strict: bool
+    ) -> dict[str, str]:
         """Where each parameter and buffer of this model is found; tied weights have many names."""
         there = {n.removeprefix(MODEL): e for n, e in manifest.tensors.items() if _is_model(n)}
         others: dict[str, list[str]] = {}
@@ -217,10 +222,10 @@ class Parts:
                 problems.append(f"{name} has shape {there[source].shape} there and {shape} here")
             else:
                 found[name] = source
-        if missing:
+        if missing and (strict or not found):
             problems.insert(0, f"it lacks {', '.join(missing[:5])}")
         used = {*found.values(), *own, *self._aliases, *aliases}
-        if unknown := sorted(there.keys() - used):
+        if strict and (unknown := sorted(there.keys() - used)):
             problems.append(f"this model has no {', '.join(unknown[:5])}")
         if problems:
             raise another_model("; ".join(problems) + ".")
@@ -239,6 +244,8 @@ class Parts:
         held: dict[str, list[Tensor]] = {n: [*own] for n, own in self._engine._state.held.items()}
         held |= {name: [buffer] for name, buffer in self._own_buffers()}
         for name, copies in held.items():
+            if name not in names:  # left as it is
+                continue
             entry = manifest.tensors[MODEL + names[name]]
             targets = [*copies]
             if entry.dtype != (here := dtype_name(copies[0].dtype)):

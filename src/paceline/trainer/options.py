@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from paceline.checkpoint.digests import NAMES, check_reference
 from paceline.engine.arguments import check_switches
 from paceline.errors import TrainingError
 from paceline.trainer.callbacks import sign_of
@@ -84,6 +85,10 @@ class Checkpointing:
             named than given: ``env:NAME``, ``file:/path``, or a ``paceline.config.Secret``.
         memory_every: every so many steps, keep a copy of the state in memory that outlives a
             crash of the process (and, with several nodes, of a node).
+        digest: how bytes are hashed: ``xxh3``, which is fast and finds damage, or ``blake2b``, a
+            cryptographic hash.
+        digest_key: with ``blake2b``, the key that checkpoints are written with and must have been
+            written with to be read, by reference: ``env:NAME`` or ``file:/path``.
         start_from: begin a new run with the weights of this checkpoint, run or URL.
     """
 
@@ -103,6 +108,8 @@ class Checkpointing:
     storage: Mapping[str, Any] | None = field(default=None, repr=False)  # may hold credentials
     memory_every: int | None = None
     start_from: str | None = None
+    digest: Literal["xxh3", "blake2b"] = "xxh3"
+    digest_key: str | None = None
 
     def __post_init__(self) -> None:
         _at_least_one(self, "every", "keep", "keep_best", "keep_every", "memory_every")
@@ -131,6 +138,16 @@ class Checkpointing:
             raise TrainingError(
                 f"Checkpointing: on_failure={self.on_failure!r} must be 'warn' or 'stop'."
             )
+        if self.digest not in NAMES:
+            raise TrainingError(
+                f"Checkpointing: digest={self.digest!r} must be one of {', '.join(NAMES)}."
+            )
+        if self.digest_key is not None:
+            check_reference(self.digest_key)
+            if self.digest != "blake2b":
+                raise TrainingError(
+                    f"Checkpointing: digest={self.digest!r} takes no digest_key; 'blake2b' does."
+                )
 
 
 def _is_number(value: Any) -> bool:

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.finding import find_checkpoint
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.sharded.save import load
-from paceline.engine import Engine
-from paceline.engine.parts import OBJECT as ENGINE
 from paceline.errors import CheckpointDamaged, CheckpointError, is_damage
 from paceline.world import World, collectives
 
 T = TypeVar("T")
-
-
-def load_weights(engine: Engine, where: str | os.PathLike[str]) -> str:
-    """Give ``engine`` the weights of a checkpoint, and nothing else of it. Every rank calls it.
-
-    ``where`` is one checkpoint, or a run or a folder of checkpoints, of which the newest is taken;
-    a path or a URL. Returns the path of the one taken. Weights of another dtype are cast.
-    """
-    checkpoint = together(lambda: find_checkpoint(where))
-    opened = together(lambda: Opened(checkpoint, lambda name: name == ENGINE))
-    fill_parts = functools.partial(fill, engine.world, checkpoint)
-    engine.parts.take(opened, fill_parts, weights_only=True)
-    return checkpoint.path
 
 
 def fill(world: World, checkpoint: Checkpoint, parts: dict[str, Part]) -> None:

@@ -59,6 +59,7 @@ def from_config(
     train, val = make_datasets(config)
     if world.is_main:
         _tell_about(config, layout, train, val, run_dir, again=world.restart_count > 0)
+    key = config.checkpoint.digest_key
     trainer = Trainer(
         model,
         optimizer=make_optimizer(config, model),
@@ -95,6 +96,8 @@ def from_config(
             storage=config.checkpoint.storage or None,
             memory_every=config.checkpoint.memory_every,
             start_from=config.checkpoint.start_from,
+            digest=config.checkpoint.digest,
+            digest_key=None if key is None else str(key),
         ),
         **engine_options(config, train, layout),
     )

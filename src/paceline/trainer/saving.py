@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from paceline.checkpoint.best import best_info
 from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.digests import Digest, make_digest
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.ladder import Rung, Tried, climb
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
@@ -30,7 +32,7 @@ from paceline.checkpoint.sharded.saver import Outcome, Saver
 from paceline.data import Loader
 from paceline.engine import Engine
 from paceline.engine.parts import as_part, empty_for
-from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError
+from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError, TrainingError
 from paceline.events import Event, RestoreTried
 from paceline.trainer.options import Checkpointing
 from paceline.trainer.reporting import trouble
@@ -109,7 +111,9 @@ class Checkpoints:
         if loader is not None:
             self._stateful[_LOADER] = loader
         self._report = report or self._warn
-        self.folder = Folder(where, dict(options.storage) if options.storage else None)
+        self._digest = _agreed_digest(options)
+        storage = dict(options.storage) if options.storage else None
+        self.folder = Folder(where, storage, self._digest)
         self._held = contextlib.ExitStack()
         self._take_folder()
         best = options.keep_best if options.best is not None else 0
@@ -165,7 +169,14 @@ class Checkpoints:
         """Keep a copy of the state as of this step in memory that outlives the process.
 
         Every rank calls it. Raises ``CheckpointError``, on all of them, where there is no room.
+        :meth:`restore` looks for it where the options have a ``memory_every``; without one there
+        would be no use in it, and it is refused.
         """
+        if self.options.memory_every is None:
+            raise CheckpointError(
+                "snapshot(): without memory_every no snapshot in memory is ever read. Make the "
+                "checkpoints with options=Checkpointing(memory_every=1)."
+            )
         self.engine.settle()
         self.begin()
         if self._memory is None:
@@ -174,6 +185,7 @@ class Checkpoints:
                 self._world.background_group("memory"),
                 after=self._restored_step,
                 identity=self._identity or "",
+                digest=self._digest,
             )
         self._memory.snapshot(self.engine.steps_done, self._collect(), self._info("memory", {}))
 
@@ -251,6 +263,7 @@ class Checkpoints:
             "world_size": self._world.size,
             "reason": reason,
             "metrics": dict(metrics),
+            **best_info(self.options.best, self.options.mode),
             "paceline": __version__,
             "torch": torch.__version__,
         }
@@ -289,6 +302,10 @@ class Checkpoints:
         return rungs
 
     def _memory_rungs(self) -> list[Rung[Restored]]:
+        if self.options.memory_every is None:
+            # Nothing there is read, and once this run has saved, nothing there is of its history.
+            self._identity = None
+            return []
         self._identity = self._from_main(self._read_identity)
         problems: list[str] = []
         try:
@@ -297,12 +314,12 @@ class Checkpoints:
                 self._world.background_group("memory"),
                 identity=self._identity,
                 on_problem=problems.append,
+                digest=self._digest,
             )
         except CheckpointError as error:  # no shared memory here, on any rank alike
             held, problems = [], [str(error)]
-        if self.options.memory_every is not None:
-            for problem in problems or ([] if held else ["there is no snapshot"]):
-                self._tried(Tried(OWN_MEMORY, None, False, problem, 0.0))
+        for problem in problems or ([] if held else ["there is no snapshot"]):
+            self._tried(Tried(OWN_MEMORY, None, False, problem, 0.0))
         rungs: list[Rung[Restored]] = []
         for one in held:
             own = functools.partial(self._attempt, functools.partial(one.open, copies=False))
@@ -409,6 +426,26 @@ class Checkpoints:
         if failure is not None:
             raise CheckpointError(failure)
         return cast(T, result)
+
+
+def _agreed_digest(options: Checkpointing) -> Digest:
+    """How all ranks hash; raises, on all of them, where one lacks the key or has another."""
+    if options.digest_key is None:
+        return make_digest(options.digest)
+
+    def read() -> Digest:
+        try:
+            return make_digest(options.digest, options.digest_key)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None
+
+    digest = together(read)
+    if len(found := set(collectives.all_gather_object(digest.key_id))) > 1:
+        raise CheckpointError(
+            f"{options.digest_key} is not the same key on all ranks ({', '.join(sorted(found))}). "
+            "Give every machine of the run the same."
+        )
+    return digest
 
 
 def _is_apart(tensor: Tensor) -> bool:

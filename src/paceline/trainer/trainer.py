@@ -37,9 +37,9 @@ from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
 from paceline.trainer.options import Checkpointing, DataOptions, Evaluation, check_count
 from paceline.trainer.reporting import Reporter
-from paceline.trainer.restoring import load_weights
 from paceline.trainer.saving import Checkpoints, Stateful, checked_objects
 from paceline.trainer.stopping import STOP, StopRequests
+from paceline.trainer.weights import load_weights
 from paceline.world import World
 
 _ALONE = EngineOptions(
@@ -321,7 +321,11 @@ class Trainer:
                     told = "without a run_dir nothing was saved: the run starts from the beginning"
                     reporter.emit(Note(message=told, level="warning"))
                 if self.checkpoint.start_from is not None and not went_on:
-                    path = load_weights(self._engine, self.checkpoint.start_from)
+                    path = load_weights(
+                        self._engine,
+                        self.checkpoint.start_from,
+                        key=self.checkpoint.digest_key,
+                    )
                     reporter.emit(Note(message=f"starting with the weights of {path}"))
                 self._tell_batch(loop, train_loader, val_loader)
                 history = loop.run()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
+from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.hashing import BlockHasher
 from paceline.checkpoint.manifest import Manifest, ObjectEntry
 from paceline.checkpoint.memory.files import fetched_path
@@ -53,8 +54,9 @@ class MemoryCheckpoint(Checkpoint):
         rung: str,
         folder: Path,
         nodes: Nodes,
+        digest: Digest = XXH3,
     ) -> None:
-        self._files = OpenFiles(f"memory:{folder}")
+        self._files = OpenFiles(f"memory:{folder}", digest)
         super().__init__(self._files, name_of(manifest.step))
         self.rung = rung
         self._folder = folder
@@ -64,8 +66,8 @@ class MemoryCheckpoint(Checkpoint):
         for file, source in sources.items():
             if source.path is not None:
                 self._files.add(f"{self.name}/{file}", source.path, manifest.files[file].size)
-        self._add_objects(manifest, objects)
         self.manifest = manifest
+        self._add_objects(manifest, objects)
 
     def _add_objects(self, manifest: Manifest, objects: Mapping[str, bytes]) -> None:
         """Objects are known to every rank: as one more file."""
@@ -73,7 +75,7 @@ class MemoryCheckpoint(Checkpoint):
         for name, data in objects.items():
             manifest.objects[name] = ObjectEntry(_OBJECTS, len(together), len(data))
             together += data
-        hasher = BlockHasher()
+        hasher = BlockHasher(digest=self.digest)
         hasher.update(together)
         manifest.files[_OBJECTS] = hasher.digests()
         self._files.add_bytes(f"{self.name}/{_OBJECTS}", bytes(together))
@@ -155,7 +157,7 @@ class _Arriving:
         path, size = self._places[one.file]
         with explained("write", str(path)):
             if one.file not in self._open:
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 self._open[one.file] = os.open(path, flags, 0o600)
                 os.ftruncate(self._open[one.file], size)
             view, at = memory_of(data), one.start

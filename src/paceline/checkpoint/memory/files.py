@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.memory.private import check_private, is_private, read_private
 from paceline.checkpoint.storage.local import TEMPORARY, LocalStorage, explained
 from paceline.errors import CheckpointError
 
@@ -62,15 +63,9 @@ def folder_of(run: str | os.PathLike[str], root: str | os.PathLike[str] = ROOT) 
 def make_folder(run: str | os.PathLike[str], root: str | os.PathLike[str] = ROOT) -> Path:
     """The same, made where it is not there yet. Nobody but this user may look into it."""
     folder = folder_of(run, root)
-    with explained("make the folder", str(folder)):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = os.lstat(folder)
-    # Anybody may make folders in shared memory, under this name too.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise CheckpointError(
-            f"{folder} belongs to user {found.st_uid}, not to {os.getuid()}, or is no folder: "
-            "snapshots are not put there. Remove it, or switch the snapshots in memory off."
-        )
+    with explained("make the folder", str(folder)), suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    check_private(folder)  # anybody may make folders in shared memory, under this name too
     LocalStorage(folder).replace(_RUN, json.dumps({"run": _absolute(run)}).encode())
     return folder
 
@@ -95,21 +90,28 @@ class Header:
 
 
 def make_header(
-    manifest: Manifest, *, snapshot: str, ranks: int, identity: str, index: bytes
+    manifest: Manifest,
+    *,
+    snapshot: str,
+    ranks: int,
+    identity: str,
+    index: bytes,
+    digest: Digest = XXH3,
 ) -> bytes:
     """The text of a ``.json`` file: the rank's file and objects, and what they are part of."""
-    facts = {"snapshot": snapshot, "ranks": ranks, "identity": identity, "index": _hash(index)}
+    hashed = digest.of(index)
+    facts = {"snapshot": snapshot, "ranks": ranks, "identity": identity, "index": hashed}
     info = {"of": facts, "info": manifest.info}
-    return Manifest(manifest.step, info, manifest.files, {}, manifest.objects).to_bytes()
+    return Manifest(manifest.step, info, manifest.files, {}, manifest.objects).to_bytes(digest)
 
 
-def read_header(folder: Path, name: SlotName) -> Header:
+def read_header(folder: Path, name: SlotName, digest: Digest = XXH3) -> Header:
     """The header of a segment that counts; raises where it is damaged or its bytes are short."""
     path = folder / f"{name}.json"
     with explained("read", str(path)):
-        header = Manifest.from_bytes(path.read_bytes(), str(path))
-        size = (folder / f"{name}.bin").stat().st_size
-    manifest = Manifest(header.step, {}, header.files, {}, header.objects)
+        header = Manifest.from_bytes(read_private(path), str(path), digest)
+        size = (folder / f"{name}.bin").lstat().st_size
+    manifest = Manifest(header.step, {}, header.files, {}, header.objects, header.digest)
     try:
         facts, manifest.info = header.info["of"], header.info["info"]
         found = Header(
@@ -129,12 +131,11 @@ def read_header(folder: Path, name: SlotName) -> Header:
     return found
 
 
-def read_index(folder: Path, header: Header) -> Manifest:
+def read_index(folder: Path, header: Header, digest: Digest = XXH3) -> Manifest:
     """The tensors in a segment; raises where the index is damaged."""
     path = folder / f"{header.name}.index"
-    with explained("read", str(path)):
-        data = path.read_bytes()
-    if (found := _hash(data)) != header.index:
+    data = read_private(path)
+    if (found := digest.named(header.manifest.digest).of(data)) != header.index:
         raise CheckpointError(f"{path} is damaged: expected hash {header.index}, found {found}.")
     return Manifest.from_bytes(data, str(path))
 
@@ -149,15 +150,21 @@ def names_in(folder: Path) -> list[SlotName]:
     return sorted((name for name in parsed if name is not None), key=str)
 
 
-def headers_in(folder: Path, identity: str) -> tuple[list[Header], list[str]]:
+def headers_in(
+    folder: Path, identity: str, digest: Digest = XXH3
+) -> tuple[list[Header], list[str]]:
     """The segments that count, and a sentence on each one that cannot be used."""
     headers: list[Header] = []
     problems: list[str] = []
+    try:
+        check_private(folder)
+    except CheckpointError as error:
+        return [], [str(error)]
     for name in names_in(folder):
         if not (folder / f"{name}.json").exists():
             continue
         try:
-            header = read_header(folder, name)
+            header = read_header(folder, name, digest)
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -168,10 +175,10 @@ def headers_in(folder: Path, identity: str) -> tuple[list[Header], list[str]]:
     return headers, problems
 
 
-def step_in(folder: Path, name: SlotName, identity: str) -> int | None:
+def step_in(folder: Path, name: SlotName, identity: str, digest: Digest = XXH3) -> int | None:
     """The step whose snapshot a segment is part of; ``None`` where it is of no use to this run."""
     with suppress(CheckpointError):
-        header = read_header(folder, name)
+        header = read_header(folder, name, digest)
         return header.step if header.identity == identity else None
     return None
 
@@ -190,7 +197,8 @@ def fetched_path(folder: Path, token: str, file: str) -> Path:
 def remove_fetched(folder: Path) -> None:
     """Remove what a restore that was killed left behind."""
     for path in folder.parent.glob(f"{folder.name}.fetched-*"):
-        path.unlink(missing_ok=True)
+        with suppress(PermissionError):  # another user's, who chose such a name
+            path.unlink(missing_ok=True)
 
 
 def remove_temporary(folder: Path) -> None:
@@ -210,10 +218,10 @@ class RunInMemory:
     bytes: int
 
 
-def segments(root: str | os.PathLike[str] = ROOT) -> list[RunInMemory]:
+def segments(root: str | os.PathLike[str] = ROOT, digest: Digest = XXH3) -> list[RunInMemory]:
     """The runs of this user that hold memory on this node."""
     found = sorted(Path(root).glob(f"{_prefix()}*"))
-    return [_describe(folder) for folder in found if folder.is_dir()]
+    return [_describe(folder, digest) for folder in found if is_private(folder)]
 
 
 def free_run(run: str | os.PathLike[str], root: str | os.PathLike[str] = ROOT) -> int:
@@ -222,7 +230,9 @@ def free_run(run: str | os.PathLike[str], root: str | os.PathLike[str] = ROOT) -
     Only for a run that is over: one that is under way loses its snapshots.
     """
     folder = folder_of(run, root)
-    held = _describe(folder).bytes
+    if not check_private(folder):
+        return 0
+    held = _describe(folder, XXH3).bytes
     remove_fetched(folder)
     for name in names_in(folder):
         remove_files(folder, name)
@@ -244,13 +254,13 @@ def remove_folder(folder: Path) -> None:
             folder.rmdir()
 
 
-def _describe(folder: Path) -> RunInMemory:
+def _describe(folder: Path, digest: Digest) -> RunInMemory:
     run, steps, held = folder.name, set[int](), 0
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        run = json.loads((folder / _RUN).read_bytes())["run"]
+    with suppress(CheckpointError, ValueError, KeyError, TypeError):
+        run = json.loads(read_private(folder / _RUN))["run"]
     for name in names_in(folder):
         with suppress(CheckpointError):
-            steps.add(read_header(folder, name).step)
+            steps.add(read_header(folder, name, digest).step)
     with suppress(FileNotFoundError):
         held = sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
     return RunInMemory(run, str(folder), tuple(sorted(steps)), held)
@@ -263,7 +273,3 @@ def _absolute(run: str | os.PathLike[str]) -> str:
 
 def _prefix() -> str:
     return f"paceline-{os.getuid()}-"
-
-
-def _hash(data: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(data)

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from paceline.checkpoint.digests import XXH3, Digest
+from paceline.checkpoint.memory.private import open_private
 from paceline.checkpoint.storage.local import ReadableFile, Storage, explained
 from paceline.errors import CheckpointError
 
@@ -13,17 +15,15 @@ from paceline.errors import CheckpointError
 class OpenFiles(Storage):
     """Read only: some files, each under a path of our choosing, of which so many bytes count."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, digest: Digest = XXH3) -> None:
         self.where = where
+        self.digest = digest
         self._files: dict[str, _OpenFile | _HeldBytes] = {}
 
     def add(self, path: str, real: Path, size: int) -> None:
         """Open the file ``real``, of which ``size`` bytes count, as ``path``."""
         self.drop(path)
-        with explained("read", str(real)):
-            self._files[path] = _OpenFile(
-                str(real), os.open(real, os.O_RDONLY | os.O_CLOEXEC), size
-            )
+        self._files[path] = _OpenFile(str(real), open_private(real), size)
 
     def add_bytes(self, path: str, data: bytes) -> None:
         """Have ``data`` as ``path``."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from paceline.checkpoint.blocks import file_damages
+from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.manifest import Manifest, TensorEntry
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint, Source
 from paceline.checkpoint.memory.files import (
@@ -67,6 +68,7 @@ class HeldSnapshot:
     offers: tuple[Offer, ...]
     folder: Path
     nodes: Nodes
+    digest: Digest = XXH3
 
     @property
     def has_copies(self) -> bool:
@@ -91,7 +93,8 @@ class HeldSnapshot:
         first: dict[int, tuple[Offer, _Checked]] = {}
         for offer, found in good:
             first.setdefault(offer.rank, (offer, found))
-        manifest = Manifest(self.step, first[0][0].header.manifest.info)
+        header = first[0][0].header.manifest
+        manifest = Manifest(self.step, header.info, digest=header.digest)
         objects: dict[str, bytes] = {}
         for offer, found in first.values():
             manifest.files |= offer.header.manifest.files
@@ -105,6 +108,7 @@ class HeldSnapshot:
             rung=OWN_MEMORY if own else PARTNER_MEMORY,
             folder=self.folder,
             nodes=self.nodes,
+            digest=self.digest,
         )
 
     def _require_all(self, offers: Sequence[Offer], problems: Sequence[str]) -> None:
@@ -122,7 +126,7 @@ class HeldSnapshot:
     def _check(self, offers: Sequence[Offer]) -> list[_Checked]:
         """What is in each of ``offers``: looked at by one rank on its node, told to all."""
         mine = {
-            number: _look(self.folder, offer.header)
+            number: _look(self.folder, offer.header, self.digest)
             for number, offer in enumerate(offers)
             if self.nodes.is_mine(offer.node, number)
         }
@@ -150,17 +154,18 @@ def snapshots_in_memory(
     identity: str = "",
     root: str | os.PathLike[str] = ROOT,
     on_problem: Callable[[str], None] | None = None,
+    digest: Digest = XXH3,
 ) -> list[HeldSnapshot]:
     """The snapshots of a run of which any node holds a segment, newest first. A collective.
 
     Segments that cannot be read, or are of another run (see ``MemoryTier``), are told to
-    ``on_problem``, on every rank.
+    ``on_problem``, on every rank; so is a folder that is not this user's alone, which is not read.
     """
     folder = folder_of(run, root)
     nodes = meet(root, group)
     mine: tuple[list[Header], list[str]] = ([], [])
     if nodes.is_first_here:
-        mine = headers_in(folder, identity)
+        mine = headers_in(folder, identity, digest)
     offers: dict[tuple[int, str], list[Offer]] = {}
     for rank, (headers, problems) in enumerate(meeting.gather(mine, group)):
         node = next(number for number, ranks in enumerate(nodes.ranks) if rank in ranks)
@@ -170,7 +175,7 @@ def snapshots_in_memory(
             assert on_problem is not None
             on_problem(problem)
     return [
-        HeldSnapshot(step, held[0].header.ranks, tuple(held), folder, nodes)
+        HeldSnapshot(step, held[0].header.ranks, tuple(held), folder, nodes, digest)
         for (step, _), held in sorted(offers.items(), reverse=True)
     ]
 
@@ -182,13 +187,14 @@ def find_in_memory(
     identity: str = "",
     root: str | os.PathLike[str] = ROOT,
     on_problem: Callable[[str], None] | None = None,
+    digest: Digest = XXH3,
 ) -> MemoryCheckpoint | None:
     """The newest snapshot that is whole, from copies where need be. A collective.
 
     ``None`` where there is none; what was not whole is told to ``on_problem``.
     """
     for held in snapshots_in_memory(
-        run, group, identity=identity, root=root, on_problem=on_problem
+        run, group, identity=identity, root=root, on_problem=on_problem, digest=digest
     ):
         try:
             return held.open()
@@ -198,15 +204,16 @@ def find_in_memory(
     return None
 
 
-def _look(folder: Path, header: Header) -> _Checked:
+def _look(folder: Path, header: Header, digest: Digest) -> _Checked:
     """Check a segment of this node, and take out what all ranks should know of it."""
     path = f"{header.name}.bin"
     entry = header.manifest.files[file_name(header.name.rank)]
+    kind = digest.named(header.manifest.digest)
     storage = OpenFiles(str(folder))
     try:
-        tensors = read_index(folder, header).tensors
+        tensors = read_index(folder, header, digest).tensors
         storage.add(path, folder / path, entry.size)
-        for damage in file_damages(storage, path, storage.full(path), entry, lambda _: None):
+        for damage in file_damages(storage, path, storage.full(path), entry, lambda _: None, kind):
             return _Checked(str(damage))
         objects: dict[str, bytes] = {}
         with storage.open_read(path) as file:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.memory.files import SlotName, remove_files, step_in
 from paceline.checkpoint.sharded.snapshot import pin_memory
 from paceline.checkpoint.storage.local import LocalStorage, explained
@@ -50,7 +51,8 @@ class Segment:
         # A little more: objects grow and shrink from one snapshot to the next.
         rounded = -(-(size + min(size // 64 + _PAGE, _SLACK)) // _PAGE) * _PAGE
         with explained("write", str(self._path)):
-            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            handle = os.open(self._path, flags, 0o600)
             try:
                 os.ftruncate(handle, min(os.fstat(handle).st_size, rounded))
                 self._take(handle, rounded)
@@ -117,12 +119,19 @@ class Slots:
     newer one. A segment of anything else does not count any more.
     """
 
-    def __init__(self, folder: Path, rank: int, kind: str, keep: tuple[int, str] | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        kind: str,
+        keep: tuple[int, str] | None,
+        digest: Digest = XXH3,
+    ) -> None:
         self.rank = rank
         self.both = [Segment(folder, SlotName(rank, kind, slot)) for slot in (0, 1)]
         self._spare = 0
         for slot, segment in enumerate(self.both):
-            if keep is not None and step_in(folder, segment.name, keep[1]) == keep[0]:
+            if keep is not None and step_in(folder, segment.name, keep[1], digest) == keep[0]:
                 self._spare = 1 - slot
             else:
                 segment.clear()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.checkpoint import memory_of
+from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.hashing import hash_blocks
 from paceline.checkpoint.manifest import BLOCK, FileEntry, Manifest
 from paceline.checkpoint.memory.background import Worker
@@ -80,6 +81,7 @@ class MemoryTier:
     Older ones are of no use, newer ones are of a history that was given up.
 
     ``group`` must be a Gloo group of all ranks that nothing else uses; ``None`` in a world of one.
+    ``digest`` is how the snapshots are hashed.
     """
 
     def __init__(
@@ -90,8 +92,9 @@ class MemoryTier:
         after: int | None,
         identity: str = "",
         root: str | os.PathLike[str] = ROOT,
+        digest: Digest = XXH3,
     ) -> None:
-        self._run, self._root = run, root
+        self._run, self._root, self._digest = run, root, digest
         self._rank, self._size = meeting.rank_in(group), meeting.size_of(group)
         self._group = group
         self._identity = identity
@@ -101,9 +104,9 @@ class MemoryTier:
         self.partner = chosen[self._rank]
         """The rank that keeps a copy of this rank's snapshots; ``None`` on a single node."""
         keep = None if after is None else (after, identity)
-        self._own = Slots(self._folder, self._rank, OWN, keep)
+        self._own = Slots(self._folder, self._rank, OWN, keep, digest)
         kept = [rank for rank, keeper in enumerate(chosen) if keeper == self._rank]
-        slots = [Slots(self._folder, rank, COPY, keep) for rank in kept]
+        slots = [Slots(self._folder, rank, COPY, keep, digest) for rank in kept]
         self._copies = Copies(group, self.partner, slots)
         here = self._nodes.ranks[self._nodes.here]
         self._used_here = {(rank, OWN) for rank in here}
@@ -210,7 +213,7 @@ class MemoryTier:
         for name in names_in(self._folder):
             if (name.rank, name.kind) in self._used_here:
                 continue
-            if keep is None or step_in(self._folder, name, keep[1]) != keep[0]:
+            if keep is None or step_in(self._folder, name, keep[1], self._digest) != keep[0]:
                 remove_files(self._folder, name)
 
     def _make_ready(
@@ -309,7 +312,8 @@ class MemoryTier:
         for name, data in taken.objects.items():
             check_loadable(name, data)
         segment = self._own.spare
-        hashes = hash_blocks(memory_of(segment.memory[: taken.size])) if taken.size else ()
+        body = memory_of(segment.memory[: taken.size]) if taken.size else b""
+        hashes = hash_blocks(body, digest=self._digest)
         taken.manifest.files[file_name(self._rank)] = FileEntry(taken.size, hashes, BLOCK)
         header = make_header(
             taken.manifest,
@@ -317,6 +321,7 @@ class MemoryTier:
             ranks=self._size,
             identity=self._identity,
             index=taken.index,
+            digest=self._digest,
         )
         segment.commit(header)
         return header

@@ -109,7 +109,7 @@ class StateWriter(StorageWriter):
         path = f"{self._checkpoint.name}/{file}"
         self._check_shared()
         placed = list(_placed(plan.items))
-        hasher = BlockHasher()
+        hasher = BlockHasher(digest=self._storage.digest)
         self._storage.create(path, hashed(_chunks(placed, planner), hasher))
         entry = hasher.digests()
         self._check_written(path, entry)
@@ -143,7 +143,12 @@ class StateWriter(StorageWriter):
             return
         if isinstance(self._storage, LocalStorage):
             damages = file_damages(
-                self._storage, path, self._storage.full(path), entry, lambda _: None
+                self._storage,
+                path,
+                self._storage.full(path),
+                entry,
+                lambda _: None,
+                self._storage.digest,
             )
             problem = str(damages[0]) if damages else ""
         else:  # a remote storage checks what it was sent; all of it would have to come back
@@ -162,7 +167,7 @@ class StateWriter(StorageWriter):
         made = make_manifest(self._step, self._info, metadata.planner_data, written)
         folder = self._checkpoint.name
         self._check_lock()
-        self._storage.replace(f"{folder}/{manifests.NAME}", made.to_bytes())
+        self._storage.replace(f"{folder}/{manifests.NAME}", made.to_bytes(self._storage.digest))
         metadata.planner_data, metadata.storage_data = None, made.size  # all ranks are told
         # From here on it is saved, whatever happens.
         with suppress(CheckpointError):

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.storage.explaining import explained as explained
 from paceline.errors import CheckpointError, StorageError
 
@@ -63,6 +64,8 @@ class Storage(ABC):
     where: str
     read_span: int = 4 * 1024 * 1024
     """How many bytes one read should ask for."""
+    digest: Digest = XXH3
+    """How checkpoints are hashed that are written here; its key, if any, is required to read."""
 
     @abstractmethod
     def names(self, folder: str = "") -> list[str]:
@@ -251,11 +254,22 @@ def _beyond(count: int, views: Sequence[memoryview]) -> list[memoryview]:
     return []
 
 
-def open_storage(where: str | os.PathLike[str], options: dict[str, Any] | None = None) -> Storage:
+def open_storage(
+    where: str | os.PathLike[str],
+    options: dict[str, Any] | None = None,
+    digest: Digest = XXH3,
+) -> Storage:
     """The storage at a path, a ``file://`` URL, or any other URL that fsspec knows (``s3://…``).
 
     ``options`` go to the file system behind a URL: credentials, endpoints. See its documentation.
+    ``digest``: see :attr:`Storage.digest`.
     """
+    storage = _opened(where, options)
+    storage.digest = digest
+    return storage
+
+
+def _opened(where: str | os.PathLike[str], options: dict[str, Any] | None) -> Storage:
     text = os.fspath(where)
     if text.startswith("file://"):
         text = text.removeprefix("file://")

@@ -31,6 +31,13 @@ from paceline.checkpoint.weights.export_files import (
 from paceline.errors import CheckpointError
 
 FORMATS = ("safetensors", "hf", "torch")
+_BY_ENDING = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
+}
 MAX_SHARD = 5_000_000_000
 
 _MODEL = "model/"
@@ -48,7 +55,7 @@ def weights_of(
     wanted = _dtype(dtype)
     tensors = checkpoint.manifest.tensors
     keys = {name.removeprefix(_MODEL): name for name in tensors if name.startswith(_MODEL)}
-    for alias, first in _aliases(checkpoint).items():
+    for alias, first in aliases_of(checkpoint).items():
         keys.setdefault(alias, _MODEL + first)
     prefix = f"{part}." if part else ""
     found = []
@@ -65,24 +72,54 @@ def weights_of(
     return found
 
 
+def format_for(target: str | os.PathLike[str], format: str | None = None) -> str:
+    """The format that ``target`` is to be written in: the one given, else by how its name ends.
+
+    A name without an ending gets safetensors. One that says another format than the one given is
+    refused: other programs go by it.
+    """
+    ending = Path(target).suffix
+    meant = _BY_ENDING.get(ending.lower())
+    if format is not None and format not in FORMATS:
+        raise CheckpointError(f"unknown format {format!r}; it is one of {', '.join(FORMATS)}.")
+    if format is None and not ending:
+        return "safetensors"
+    if format is None and meant is None:
+        raise CheckpointError(
+            f"{os.fspath(target)}: in which format? Let the name end in .safetensors or .pt, or "
+            f"give the format (--format), one of {', '.join(FORMATS)}."
+        )
+    if format is not None and meant not in (None, format):
+        raise CheckpointError(
+            f"{os.fspath(target)} ends in {ending}, which is for the format {meant}, and "
+            f"the format {format} was asked for. Choose another name, or leave the format out."
+        )
+    return format or meant or ""
+
+
 def export_weights(
     checkpoint: Checkpoint,
     target: str | os.PathLike[str],
-    format: str,
+    format: str | None = None,
     *,
     config: str | os.PathLike[str] | None = None,
     max_shard: int = MAX_SHARD,
     part: str = "",
     dtype: torch.dtype | str | None = None,
     force: bool = False,
+    follow: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the weights in one of :data:`FORMATS`; see the functions for each."""
+    """Write the weights in one of :data:`FORMATS`; see the functions for each.
+
+    Without a ``format`` the end of ``target``'s name decides.
+    """
     common: dict[str, Any] = dict(part=part, dtype=dtype, force=force, progress=progress)
-    if format not in FORMATS:
-        raise CheckpointError(f"unknown format {format!r}; it is one of {', '.join(FORMATS)}.")
+    format = format_for(target, format)
     if format == "hf":
-        return export_hf(checkpoint, target, config=config, max_shard=max_shard, **common)
+        return export_hf(
+            checkpoint, target, config=config, max_shard=max_shard, follow=follow, **common
+        )
     if config is not None:
         raise CheckpointError(
             f"a Hugging Face config ({os.fspath(config)}) is for the format hf, not {format}."
@@ -106,6 +143,7 @@ def export_safetensors(
     Tied weights are written under each of their names, so that a plain ``load_state_dict`` of what
     ``safetensors.torch.load_file`` gives finds all of them.
     """
+    format_for(target, "safetensors")
     weights = weights_of(checkpoint, part=part, dtype=dtype)
     with (
         checkpoint.kept_open(),
@@ -130,6 +168,7 @@ def export_torch(
 
     Names of tied weights share their memory there too. Takes the memory of the whole model.
     """
+    format_for(target, "torch")
     weights = weights_of(checkpoint, part=part, dtype=dtype)
     with checkpoint.kept_open(), fresh(target, force, check_file) as temporary:
         read = _reading(checkpoint, progress)
@@ -137,7 +176,7 @@ def export_torch(
         tensors = {key: read(weight) for key, weight in once.items()}
         with open(temporary, "xb") as file:
             state = {weight.name: tensors[weight.key] for weight in weights}
-            torch.save({**state, **_extra(checkpoint, part)}, file)
+            torch.save({**state, **extra_of(checkpoint, part)}, file)
             sync(file)
     return Path(target)
 
@@ -151,18 +190,21 @@ def export_hf(
     part: str = "",
     dtype: torch.dtype | str | None = None,
     force: bool = False,
+    follow: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write a folder that ``AutoModel.from_pretrained`` and its like load.
 
     ``config``: a ``config.json`` or a folder that holds one; by default what the checkpoint was
-    imported with, or that of the pretrained model which the run's config names. Weights of more
-    than ``max_shard`` bytes are spread over several files with an index.
+    imported with, or that of the pretrained model which the run's config names, which is fetched
+    from elsewhere only where ``follow`` is set. Weights of more than ``max_shard`` bytes are spread
+    over several files with an index.
     """
+    format_for(target, "hf")
     if max_shard < 1:
         raise CheckpointError(f"files of at most {max_shard} bytes: it takes at least 1.")
     weights = weights_of(checkpoint, part=part, dtype=dtype)
-    settings = hf_config(checkpoint, config, _main_dtype(weights))
+    settings = hf_config(checkpoint, config, _main_dtype(weights), follow=follow)
     with checkpoint.kept_open(), fresh(target, force, check_hf_folder) as folder:
         folder.mkdir()
         shards = _shards(weights, max_shard)
@@ -221,7 +263,7 @@ def _engine(checkpoint: Checkpoint) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _extra(checkpoint: Checkpoint, part: str) -> dict[str, Any]:
+def extra_of(checkpoint: Checkpoint, part: str = "") -> dict[str, Any]:
     """What modules save beside tensors (``get_extra_state``), by its name in the state dict."""
     prefix = f"{part}." if part else ""
     extra = _engine(checkpoint).get("extra") or {}
@@ -229,7 +271,7 @@ def _extra(checkpoint: Checkpoint, part: str) -> dict[str, Any]:
 
 
 def _warn_of_extra(checkpoint: Checkpoint, part: str) -> None:
-    if extra := _extra(checkpoint, part):
+    if extra := extra_of(checkpoint, part):
         warnings.warn(
             f"left out, since safetensors files hold nothing but tensors: {_some([*extra])}. The "
             "format torch keeps them.",
@@ -237,7 +279,7 @@ def _warn_of_extra(checkpoint: Checkpoint, part: str) -> None:
         )
 
 
-def _aliases(checkpoint: Checkpoint) -> dict[str, str]:
+def aliases_of(checkpoint: Checkpoint) -> dict[str, str]:
     """Further names of tied weights, and the name each was saved under."""
     tensors = checkpoint.manifest.tensors
     aliases = _engine(checkpoint).get("aliases") or {}

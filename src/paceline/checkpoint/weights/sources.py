@@ -5,29 +5,31 @@ Files are mapped, not read: the bytes come into memory when they are used.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pickletools
 import re
-import zipfile
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoint.manifest import NAME
+from paceline.checkpoint.weights.torch_files import is_zip, load_torch_file
 from paceline.errors import CheckpointError
 
 _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 _NESTED = ("model", "state_dict", "model_state_dict", "module")
 _OLD = re.compile(r"step-\d+\.pt")
-_HARMLESS = re.compile(r"collections\.OrderedDict|torch\._utils\._rebuild_\w+|torch\.\w*Storage")
+_SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
+_LARGEST_JSON = 256 * 1024 * 1024
 _KINDS = "a .safetensors file, a Hugging Face folder, or a state dict saved by torch (.pt)"
+
+
+Reader = Callable[[Path], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -46,25 +48,26 @@ def read_source(path: str | os.PathLike[str]) -> Source:
         raise CheckpointError(f"{path} does not exist. Name {_KINDS}.")
     if path.is_dir():
         return _read_folder(path)
+    _check_regular(path)
     if path.suffix == ".safetensors":
         return Source("safetensors", _read_safetensors(path))
-    if path.suffix in _TORCH_ENDINGS or zipfile.is_zipfile(path):
+    if path.suffix in _TORCH_ENDINGS or is_zip(path):
         return _read_torch(path)
     raise CheckpointError(f"{path} is neither of what can be imported: {_KINDS}.")
 
 
 def _read_folder(folder: Path) -> Source:
     names = sorted(os.listdir(folder))
-    for index, read in (
-        ("model.safetensors.index.json", _read_safetensors),
-        ("pytorch_model.bin.index.json", _read_state_dict),
+    for file, index, read in (
+        ("model.safetensors", "model.safetensors.index.json", _read_safetensors),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json", _read_state_dict),
     ):
+        if file in names and index in names:
+            raise CheckpointError(
+                f"{folder} holds {file} and {index}: which of them counts? Move the other away."
+            )
         if index in names:
-            return Source("hf", _read_shards(folder / index, read), _config(folder))
-    for file, read in (
-        ("model.safetensors", _read_safetensors),
-        ("pytorch_model.bin", _read_state_dict),
-    ):
+            return Source("hf", _read_shards(folder / index, names, read), _config(folder))
         if file in names:
             return Source("hf", read(folder / file), _config(folder))
     raise CheckpointError(f"{folder} holds no model.safetensors{_hint(folder, names)}")
@@ -83,14 +86,22 @@ def _config(folder: Path) -> dict[str, Any]:
     return _json(file) if file.is_file() else {}
 
 
-def _read_shards(index: Path, read: Any) -> dict[str, Tensor]:
+def _read_shards(index: Path, names: Sequence[str], read: Reader) -> dict[str, Tensor]:
+    """The tensors of all files that an index names, each where it says and nowhere else."""
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(v, str) for v in places.values()):
         raise CheckpointError(f"{index} is no index of files: it has no 'weight_map'.")
-    found: dict[str, Tensor] = {}
-    for name in sorted(set(places.values())):
-        if Path(name).name != name:
+    files = sorted(set(places.values()))
+    for name in files:
+        if not name or name in (".", "..") or {*name} & {*"/\\\0"}:
             raise CheckpointError(f"{index} names {name!r}, which is outside of its folder.")
+    if left_out := [name for name in names if _SHARD.fullmatch(name) and name not in files]:
+        raise CheckpointError(
+            f"{index} does not name {left_out[0]}, which is beside it: is the index that of other "
+            "weights? Move the files away that are not part of them."
+        )
+    found: dict[str, Tensor] = {}
+    for name in files:
         shard = read(index.parent / name)
         expected = {tensor for tensor, place in places.items() if place == name}
         if different := sorted(expected ^ shard.keys()):
@@ -101,70 +112,25 @@ def _read_shards(index: Path, read: Any) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    _check_regular(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}.") from error
 
 
 def _read_torch(path: Path) -> Source:
     """A state dict, alone or beside other things; or a checkpoint of Paceline 0.1."""
-    content = _load(path)
+    content = load_torch_file(path)
     if isinstance(content, dict) and content.get("format") == 1 and "engine" in content:
         return Source("paceline-0.1", _checked(content["engine"]["model"], path))
     return Source("torch", _checked(content, path))
 
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:
-    return _checked(_load(path), path)
-
-
-def _load(path: Path) -> Any:
-    try:
-        # Only torch's newer files can be mapped.
-        return torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist.") from None
-    except Exception as error:  # torch.load raises whatever the damage makes it trip over
-        if needed := _code_needed(path):
-            raise CheckpointError(
-                f"{path} needs {', '.join(needed)}, and loading those would execute code from the "
-                "file. Where you trust it, save a plain state dict with the program that made it: "
-                "torch.save(model.state_dict(), …)."
-            ) from None
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read by torch.load without executing "
-            f"code from it: {type(error).__name__}."
-        ) from error
-
-
-def _code_needed(path: Path) -> list[str]:
-    """The names that a file wants called and torch does not allow."""
-    try:
-        if zipfile.is_zipfile(path):
-            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-        return sorted(name for name in _globals_in(path) if not _HARMLESS.fullmatch(name))
-    except Exception:  # a damaged file: nobody can tell
-        return []
-
-
-def _globals_in(path: Path) -> set[str]:
-    """What the pickles at the beginning of a file name, found without loading any of them."""
-    found: set[str] = set()
-    texts: list[str] = []
-    with open(path, "rb") as file, contextlib.suppress(ValueError):  # where the pickles end
-        while True:
-            for opcode, argument, _ in pickletools.genops(file):
-                if opcode.name == "GLOBAL":
-                    found.add(str(argument).replace(" ", "."))
-                elif opcode.name == "STACK_GLOBAL":
-                    found.add(".".join(texts[-2:]))
-                elif isinstance(argument, str):
-                    texts.append(argument)
-    return found
+    _check_regular(path)
+    return _checked(load_torch_file(path), path)
 
 
 def _checked(content: Any, path: Path) -> dict[str, Tensor]:
@@ -185,14 +151,41 @@ def _checked(content: Any, path: Path) -> dict[str, Tensor]:
                 f"{path}: {name!r} is a {type(value).__name__}, and weights are tensors. Save the "
                 "state dict without it."
             )
-    return {str(name): value for name, value in content.items()}
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"{path}: the key {name!r} of a tensor is a {type(name).__name__}, and weights go "
+                "by names, which are text. Save the state dict with names for keys."
+            )
+    return dict(content)
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse pipes and devices, which would be read for ever."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} cannot be read: it is no regular file.")
 
 
 def _json(path: Path) -> dict[str, Any]:
+    _check_regular(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if (size := path.stat().st_size) > _LARGEST_JSON:
+            raise CheckpointError(f"{path} has {size} bytes, of at most {_LARGEST_JSON}.")
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is not a JSON object.")
+    return found
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it names {twin!r} twice")
     return found
