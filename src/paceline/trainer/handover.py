@@ -208,12 +208,13 @@ def _take_callbacks(trainer: Trainer, left: Left) -> None:
 def _renew(owner: object, name: str, value: Any) -> None:
     """Give an attribute its new value; in place, where others may hold what it is."""
     own = vars(owner).get(name)
-    if type(own) is type(value) and isinstance(own, list | deque):
+    same_kind = type(own) is type(value)
+    if same_kind and isinstance(own, list | deque | dict | set):
         own.clear()
-        own.extend(value)
-    elif type(own) is type(value) and isinstance(own, dict | set):
-        own.clear()
-        own.update(value)
+        if isinstance(own, list | deque):
+            own.extend(value)
+        else:
+            own.update(value)
     else:
         vars(owner)[name] = value
 
@@ -311,7 +312,7 @@ def _shared(trainer: Trainer) -> Iterator[tuple[tuple[str, ...], object]]:
 def _dumps(value: Any, known: Mapping[int, tuple[str, ...]]) -> bytes:
     import cloudpickle
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+    class Pickler(cloudpickle.Pickler):
         def persistent_id(self, obj: object) -> tuple[str, ...] | None:
             return known.get(id(obj))
 
