@@ -131,7 +131,7 @@ def test_files_that_are_no_text() -> None:
     Path("c.toml").write_text("seed = 1\n")
     assert refused("c.toml") == "c.toml: a config file must end with .yaml, .yml, .json, .py"
     Path("deep.yaml").write_text("[" * 5000)
-    assert refused("deep.yaml") == "deep.yaml: nested too deeply to read"
+    assert refused("deep.yaml") == "deep.yaml: is nested more than 50 levels deep"
 
 
 def test_what_the_system_says_is_passed_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+MOST_PLACES = 64
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.%a-z]+\]")
 
@@ -22,7 +23,10 @@ class Endpoint:
 
 def endpoints(text: str) -> list[Endpoint]:
     """The places that ``text`` names, in order; raises ``ValueError`` when it names none."""
-    found = [_endpoint(part.strip()) for part in text.split(",")]
+    parts = text.split(",")
+    if len(parts) > MOST_PLACES:
+        raise ValueError(f"names {len(parts)} places; at most {MOST_PLACES} may stand in")
+    found = [_endpoint(part.strip()) for part in parts]
     for endpoint in found:
         if found.count(endpoint) > 1:
             raise ValueError(f"{endpoint} is named twice")

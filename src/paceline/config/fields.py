@@ -18,6 +18,8 @@ from paceline.layout import Layout
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
+_LONGEST_NAME = 100
+
 OPTIMIZERS: dict[str, str] = {
     "adadelta": "torch.optim:Adadelta",
     "adafactor": "torch.optim:Adafactor",
@@ -83,6 +85,8 @@ def _nodes(value: int | str) -> int | str:
 
 
 def _name(value: str) -> str:
+    if len(value) > _LONGEST_NAME:
+        raise ValueError(f"has {len(value)} characters; a name has at most {_LONGEST_NAME}")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
         return value
     raise ValueError(

@@ -9,8 +9,10 @@ from typing import Any
 
 from paceline.config import overrides as overriding
 from paceline.config import python_file, yaml_file
+from paceline.config.bounds import MOST_BYTES, check_bounds
 from paceline.config.checks import check
 from paceline.config.keys import nearest
+from paceline.config.reading import read_small
 from paceline.config.schema import Config
 from paceline.config.sources import Path, Sources
 from paceline.config.validate import validate
@@ -65,6 +67,10 @@ def _parse(
     except ConfigError as error:
         unreadable += error.problems
     merged, override_problems = overriding.apply(data, overrides, sources)
+    try:
+        check_bounds(merged)
+    except ConfigError as error:
+        return None, [*unreadable, *override_problems, f"the config with --set {error}"], []
     if unreadable:
         return None, unreadable + override_problems, []
     config, problems = validate(merged, sources)
@@ -84,7 +90,7 @@ def _read(
         sources.places = dict(source._sources.places)
         return source.model_dump()
     if isinstance(source, Mapping):
-        return source
+        return _bounded(source, "the config")
     name = os.fspath(source)
     text = _text(FilePath(name), name)
     reader = python_file.read if name.endswith(".py") else yaml_file.read
@@ -101,6 +107,14 @@ def _read(
         raise ConfigError(
             f"{name}: must be a mapping of keys, like 'train: {{steps: 100}}'; got {found(data)}"
         )
+    return _bounded(data, f"{name}:")
+
+
+def _bounded(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    try:
+        check_bounds(data)
+    except ConfigError as error:
+        raise ConfigError(f"{name} {error}") from None
     return data
 
 
@@ -114,7 +128,7 @@ def _text(file: FilePath, name: str) -> str:
             raise ConfigError(_missing(file, name))
         if file.suffix not in SUFFIXES:
             raise ConfigError(f"{name}: a config file must end with {', '.join(SUFFIXES)}")
-        return file.read_bytes().decode("utf-8-sig")
+        return read_small(file, MOST_BYTES)[0].decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{name}: not UTF-8 text (byte {error.object[error.start]:#04x} at offset "
@@ -122,6 +136,12 @@ def _text(file: FilePath, name: str) -> str:
         ) from None
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # a pipe, a device, too large; a name with a NUL in it
+        raise ConfigError(
+            f"{name}: {error}; a config is a file of {MOST_BYTES:,} bytes at most"
+        ) from None
 
 
 def _missing(file: FilePath, name: str) -> str:

@@ -15,6 +15,7 @@ from paceline.errors import ConfigError
 
 EXCLUSIVE: tuple[tuple[Path, Path], ...] = ((("train", "steps"), ("train", "epochs")),)
 """Pairs of keys of which a config sets one: an override of either replaces the other."""
+_LONGEST_SHOWN = 200
 
 
 def apply(
@@ -45,8 +46,10 @@ def apply(
 
 
 def as_shown(override: str) -> str:
-    """``override`` as it may be repeated: a credential in it is masked."""
+    """``override`` as it may be repeated: a credential in it is masked, a long one cut short."""
     key, equals, text = override.partition("=")
+    if len(override) > _LONGEST_SHOWN:
+        return f"{key[:60]}{'…' * (len(key) > 60)}{equals}… ({len(text):,} characters)"
     names = [part.strip() for part in key.split(".")]
     in_storage = "storage" in names
     if any(says_secret(name, bare_key=in_storage) for name in names[-1:]):
@@ -88,7 +91,7 @@ def in_users_words(problems: Iterable[str], flags: Mapping[str, str]) -> list[st
     """
     told = list(problems)
     for override, flag in flags.items():
-        told = [text.replace(f"--set {override}", flag) for text in told]
+        told = [text.replace(f"--set {as_shown(override)}", flag) for text in told]
     return told
 
 

@@ -26,6 +26,8 @@ def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
     """
     try:
         tree = ast.parse(text, filename=name)
+    except (RecursionError, MemoryError):
+        raise ConfigError(f"{name}: not valid Python: nested too deeply to read") from None
     except (SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else error

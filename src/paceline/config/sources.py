@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 Path = tuple[str, ...]
 """The place of a key in a config: ``("train", "steps")`` is ``train.steps``."""
 
+MOST_MESSAGES = 100
+_LONGEST_MESSAGE = 2000
 _AFTER_EVERY_LINE = 10**9
 
 
@@ -66,4 +68,15 @@ class Sources:
         """Each text after the place its key was written at, in the order of the file."""
         placed = [(*self.place(path), text) for path, text in problems]
         placed.sort(key=lambda item: item[0])
-        return [f"{place}: {text}" if place else text for _, place, text in placed]
+        told = [f"{place}: {_short(text)}" if place else _short(text) for _, place, text in placed]
+        left_out = len(told) - MOST_MESSAGES
+        more = [f"… and {left_out} more problems"] if left_out > 0 else []
+        return told[:MOST_MESSAGES] + more
+
+
+def _short(text: str) -> str:
+    """``text``, in which a value of any length may be repeated, as a person can read it."""
+    if len(text) <= _LONGEST_MESSAGE:
+        return text
+    half = _LONGEST_MESSAGE // 2
+    return f"{text[:half]} […] {text[-half:]}"

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from paceline.config.keys import FIELDS, is_free, keys_of, section_of, suggest, unknown_key
 from paceline.config.schema import Config
-from paceline.config.sources import Path, Sources
+from paceline.config.sources import MOST_MESSAGES, Path, Sources
 from paceline.config.values import choice_meant, expected, found
 
 _SHORT_FORMS: dict[Path, str] = {
@@ -115,7 +115,8 @@ def _without_unknown(
     for key, value in data.items():
         place, meant = (*written, str(key)), (*path, str(key))
         if meant not in FIELDS:
-            guess = suggest(path, str(key))
+            # To look for what was meant takes a while: not for a whole file of something else.
+            guess = suggest(path, str(key)) if len(problems) < MOST_MESSAGES else None
             problems.append((place, unknown_key(place, path, guess)))
             if guess is None or guess[:-1] != path or guess[-1] in data or not keys_of(guess):
                 continue

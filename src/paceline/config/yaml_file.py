@@ -6,12 +6,14 @@ and ``2024-01-01`` are strings. ``1_000`` is a number too, as in Python.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import yaml
 
+from paceline.config.bounds import MOST_DIGITS, Budget
 from paceline.config.secret_words import MASK, says_secret
 from paceline.config.sources import Path
 from paceline.errors import ConfigError
@@ -38,6 +40,20 @@ class _Loader(yaml.SafeLoader):
     """Only its parser and resolver are used: nothing is constructed by tag."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._budget = Budget()
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """The next node; the parser is slow, so what holds too much is not read to its end."""
+        self._budget.take(self._depth)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
 
 class _Dumper(yaml.SafeDumper):
@@ -75,8 +91,8 @@ def read(text: str, name: str, at: Path = ()) -> tuple[Any, dict[Path, int]]:
         raise ConfigError(
             f"{name}:{line}: the character {chr(int(error.character))!r} may not stand in YAML"
         ) from None
-    except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply to read") from None
+    except ConfigError as error:  # more than a config may hold
+        raise ConfigError(f"{name}: {error}") from None
     if reader.problems:
         raise ConfigError(reader.problems)
     return data, reader.lines
@@ -114,9 +130,12 @@ class _Reader:
         self.lines: dict[Path, int] = {}
         self.problems: list[str] = []
         self._open: list[yaml.Node] = []
+        self._budget = Budget()
 
     def value(self, node: yaml.Node, path: Path) -> Any:
         """The data of ``node``, which stands at ``path``."""
+        text = node.value if isinstance(node, yaml.ScalarNode) else ""
+        self._budget.take(len(self._open), text)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
         if any(node is outer for outer in self._open):
@@ -149,6 +168,7 @@ class _Reader:
                 self._key_problem(key_node)
                 continue
             key = key_node.value
+            self._budget.take(len(self._open), key)
             if key in own:
                 dotted = ".".join((*path, key))
                 self._problem(
@@ -165,7 +185,7 @@ class _Reader:
         result: dict[str, Any] = {}
         for part in parts:
             if isinstance(part, yaml.MappingNode):
-                result = {**self.value(part, path), **result}
+                result = {**(self.value(part, path) or {}), **result}
             else:
                 self._problem(part, "'<<' takes a mapping, like '<<: *name'")
         return result
@@ -177,10 +197,13 @@ class _Reader:
             return None
         try:
             return make(node.value)
+        except _TooLarge as error:
+            self._problem(node, str(error))
+            return None
         except ValueError:
             kind = node.tag.removeprefix(_TAG)
             is_secret = any(says_secret(name, bare_key=True) for name in path)
-            written = MASK if is_secret else repr(node.value)
+            written = MASK if is_secret else repr(node.value[:60])
             self._problem(node, f"{written} is not a value of type !!{kind}")
             return None
 
@@ -198,14 +221,24 @@ class _Reader:
         self.problems.append(f"{self.name}:{_line(node)}: {text}")
 
 
+class _TooLarge(ValueError):
+    """A number beyond what is read."""
+
+
 def _int(text: str) -> int:
+    if len(text) > 2 * MOST_DIGITS:  # to read it could take long, to print it would
+        raise _TooLarge(f"a number of {len(text)} digits; at most {MOST_DIGITS} are read")
     return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
 def _float(text: str) -> float:
     if text[-3:].lower() in ("inf", "nan"):
         return float(text.replace(".", ""))
-    return float(text)
+    value = float(text)
+    if math.isinf(value):
+        shown = text if len(text) <= 60 else f"a number of {len(text)} characters"
+        raise _TooLarge(f"{shown} is too large for a floating-point number; write .inf if meant")
+    return value
 
 
 def _bool(text: str) -> bool:
