@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -49,9 +50,12 @@ def train(
             [
                 "--script s.py with CONFIG c.yaml: give one or the other; arguments of the script "
                 "go after --",
-                "--layout dp=2: for configs only; the script decides for itself",
-                "--set a=b: for configs only; the script decides for itself",
-                "--resume r: for configs only; the script decides for itself",
+                "--script s.py: there is no such file",
+                *(
+                    f"{flag}: for configs only; the script decides for itself. Arguments of the "
+                    "script go after --"
+                    for flag in ("--layout dp=2", "--set a=b", "--resume r")
+                ),
                 "--resume r with CONFIG c.yaml: a run folder has its own config; change values of "
                 "it with --set",
             ],
@@ -64,6 +68,32 @@ def train(
         (
             ["--resume", "r", "--run-dir", "d"],
             ["--resume r with --run-dir d: a resumed run stays in its folder; leave --run-dir out"],
+        ),
+        (
+            ["--nproc", "99999"],
+            [
+                "--nproc 99999: 99999 ranks on one machine are more than 1,024, the most that are "
+                "started; set launch.nproc to the number of its GPUs, or of its CPU cores",
+                "--nproc 99999: batch.global_batch=32 must be at least dp=99999, or some ranks get "
+                "no samples",
+            ],
+        ),
+        (["--nprok", "2"], ["--nprok: no such option; did you mean --nproc?"]),
+        (["--run_dir", "d"], ["--run_dir: no such option; did you mean --run-dir?"]),
+        (
+            ["c.yaml", "--batch-size=3"],
+            [
+                "--batch-size: no such option; a value of the config is set by --set "
+                "batch.global_batch=…"
+            ],
+        ),
+        (
+            ["--zebra"],
+            [
+                "--zebra: no such option; there are --script, --nproc, --nnodes, --rdzv, --layout, "
+                "--on, --set, --resume, --run-dir, --max-restarts. Any value of the config is set "
+                "by --set key=value"
+            ],
         ),
         (["--script", "nowhere.py"], ["--script nowhere.py: there is no such file"]),
         (["--resume", "nowhere"], ["run folder 'nowhere' does not exist."]),
@@ -179,3 +209,84 @@ def test_nproc_changes_a_config_that_has_its_layout_written_out(tmp_path: Path) 
         request.adjust_ranks_of(load(written))
         config = resolve(request.load(str(written)), devices=0)
         assert (config.layout, config.launch.nproc) == ("dp=4", 4)
+
+
+SCRIPT = "import argparse\nargparse.ArgumentParser().parse_args()\nopen('ran', 'w')\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (
+            ["script.py"],
+            "script.py: defines no 'config' (a dict or a paceline Config); a script that trains by "
+            "itself runs with: paceline train --script script.py",
+        ),
+        (
+            ["script.py", "--lr", "3"],
+            "--lr: no such option of paceline train; arguments of the script go after --, as in: "
+            "paceline train --script script.py -- --lr 3",
+        ),
+        (
+            ["--nproc", "2", "--script=script.py", "--lr=3", "x y"],
+            "--lr: no such option of paceline train; arguments of the script go after --, as in: "
+            "paceline train --nproc 2 --script script.py -- --lr=3 'x y'",
+        ),
+        (
+            ["--script", "script.py", "3"],
+            "--script script.py with CONFIG 3: give one or the other; arguments of the script go "
+            "after --",
+        ),
+        (
+            ["--script", "scrip.py"],
+            "--script scrip.py: there is no such file; did you mean 'script.py'?",
+        ),
+        (
+            ["--script", "folder"],
+            "--script folder: is a folder without a __main__.py; name the script in it",
+        ),
+        (["--script", "fifo.py"], "--script fifo.py: is not a file that several ranks can read"),
+        (["--script", "text.md"], "--script text.md: not valid Python, line 1: invalid syntax"),
+        (
+            ["--script", "c.yaml"],
+            "--script c.yaml: that is a config; train it with: paceline train c.yaml",
+        ),
+        (["folder"], "folder: is a folder, not a config file; the configs there are a.yaml"),
+        (
+            ["run"],
+            "run: is a folder, not a config file; go on with the run in it: paceline train --resume "
+            "run; or start anew with its config: 'run/config.yaml'",
+        ),
+        (
+            ["--resume", "c.yaml"],
+            "--resume c.yaml: is a config, not the folder of a run; to start a run with it: "
+            "paceline train c.yaml",
+        ),
+        (
+            ["--resume", "run/config.yaml"],
+            "--resume run/config.yaml: is a file of a run; name the run's folder: --resume run",
+        ),
+        (
+            ["--resume", "run/logs/rank0.log"],
+            "--resume run/logs/rank0.log: is a file of a run; name the run's folder: --resume run",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_was_meant_is_said(
+    arguments: list[str],
+    answer: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("script.py").write_text(SCRIPT)
+    Path("text.md").write_text("This is no program.\n")
+    Path("c.yaml").write_text("seed: 1\n")
+    os.mkfifo("fifo.py")
+    Path("folder").mkdir()
+    Path("folder/a.yaml").write_text("seed: 1\n")
+    Path("run/logs").mkdir(parents=True)
+    for name in ("config.yaml", "events.jsonl", "logs/rank0.log"):
+        Path("run", name).write_text("seed: 1\n")
+    assert train(monkeypatch, capsys, *arguments) == (2, "", f"{answer}\n")
+    assert not Path("ran").exists(), "the script was not run to find out"

@@ -188,13 +188,17 @@ class TestPythonFile:
             ),
             ("cfg = {}\n", "c.py: defines no 'config' (a dict or a paceline Config); did you "
              "mean to call 'cfg' so?"),
-            ("x = 1\n", "c.py: defines no 'config' (a dict or a paceline Config)"),
+            (
+                "x = 1\n",
+                "c.py: defines no 'config' (a dict or a paceline Config); a script that trains by "
+                "itself runs with: paceline train --script c.py",
+            ),
             ("config = 3\n", "c.py: 'config' must be a dict or a paceline Config; got int"),
             ("config = {\n", "c.py:1: not valid Python: '{' was never closed"),
             ("\nconfig = 1 / 0\n", "c.py:2: ZeroDivisionError: division by zero"),
-            ("import sys\nsys.exit(3)\n", "c.py:2: SystemExit: 3"),
+            ("import sys\nsys.exit(3)\nconfig = {}\n", "c.py:2: SystemExit: 3"),
             (
-                "import nowhere_to_be_found\n",
+                "import nowhere_to_be_found\nconfig = {}\n",
                 "c.py:1: ModuleNotFoundError: No module named 'nowhere_to_be_found'",
             ),
             (

@@ -47,7 +47,7 @@ class Training:
         self.engine = Engine(
             model,
             optimizer=optimizer,
-            loss=None if config.loss is None else make_loss(config.loss),
+            loss=make_loss(config),
             world=world,
             **engine_options(config, data.train, Layout.parse(config.layout)),
         )

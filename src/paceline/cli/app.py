@@ -19,6 +19,7 @@ from paceline.cli.doctor import doctor
 from paceline.cli.rendezvous import rendezvous
 from paceline.cli.schedule import schedule
 from paceline.cli.train import train
+from paceline.cli.train_usage import TrainCommand
 from paceline.cli.verify import verify
 from paceline.errors import PacelineError, RankFailed
 
@@ -50,7 +51,7 @@ def _common(
     pass
 
 
-app.command()(train)
+app.command(cls=TrainCommand)(train)
 app.command()(verify)
 app.command()(rendezvous)
 app.command()(schedule)

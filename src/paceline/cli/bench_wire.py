@@ -73,13 +73,13 @@ def wire(
 
 def _read_config(path: str | None, overrides: list[str], given: dict[str, str | None]) -> Config:
     """The config as it would be trained; problems name the flags they come from."""
-    from paceline.config import load_checked, resolve
+    from paceline.config import load_checked, resolve, with_code
     from paceline.config.overrides import in_users_words
     from paceline.errors import ConfigError
 
     flags = {f"{k}={v}": f"--{k.split('.')[-1]} {v}" for k, v in given.items() if v is not None}
     try:
-        return resolve(load_checked(path, [*flags, *overrides], trying_wire=True))
+        return with_code(resolve(load_checked(path, [*flags, *overrides], trying_wire=True)))
     except ConfigError as error:
         raise ConfigError(in_users_words(error.problems, flags)) from None
 

@@ -39,9 +39,11 @@ def check(config: ConfigFile = None, layout: Spread = None, overrides: Overrides
 
     One line for each problem; the exit status is 2 when there is any.
     """
-    from paceline.config import load_checked, resolve, summary
+    from paceline.config import code_notes, load_checked, resolve, summary
 
     checked = _read(load_checked, config, layout, overrides or [])
+    for note in code_notes(checked):
+        typer.echo(note, err=True)
     typer.echo(f"ok: {summary(resolve(checked))}")
 
 

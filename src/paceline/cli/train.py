@@ -115,10 +115,11 @@ class _Request:
     overrides: list[str]
     resume: str | None
     run_dir: str | None
-    _adjusted: list[str] = field(default_factory=list)
+    _adjusted: dict[str, str] = field(default_factory=dict)
 
     def check(self, on: str, layout: str | None) -> None:
         """Refuse what does not go together, all of it at once."""
+        from paceline.cli.train_usage import resume_problem
         from paceline.errors import ConfigError
 
         problems = []
@@ -135,6 +136,8 @@ class _Request:
                 f"{' '.join(self.script_arguments)}: arguments after -- are for a script; name it "
                 "with --script FILE"
             )
+        if self.resume is not None and (problem := resume_problem(self.resume)):
+            problems.append(f"--resume {self.resume}: {problem}")
         if self.resume is not None and self.configs:
             problems.append(
                 f"--resume {self.resume} with CONFIG {self.configs[0]}: a run folder has its own "
@@ -152,7 +155,12 @@ class _Request:
             raise ConfigError(problems)
 
     def _problems_with_script(self, layout: str | None) -> list[str]:
+        from paceline.cli.train_usage import script_problem
+
+        assert self.script is not None
         problems = []
+        if problem := script_problem(self.script):
+            problems.append(f"--script {self.script}: {problem}")
         if self.configs:
             problems.append(
                 f"--script {self.script} with CONFIG {self.configs[0]}: give one or the other; "
@@ -164,7 +172,10 @@ class _Request:
             ("--resume", self.resume),
         ):
             if value is not None:
-                problems.append(f"{flag} {value}: for configs only; the script decides for itself")
+                problems.append(
+                    f"{flag} {value}: for configs only; the script decides for itself. Arguments "
+                    "of the script go after --"
+                )
         return problems
 
     def asks_for(self, key: str) -> bool:
@@ -181,7 +192,8 @@ class _Request:
         try:
             return read(source, [*self._adjusted, *self.flags, *self.overrides])
         except ConfigError as error:
-            raise ConfigError(in_users_words(error.problems, self.flags)) from None
+            words = {**self._adjusted, **self.flags}
+            raise ConfigError(in_users_words(error.problems, words)) from None
 
     def adjust_ranks_of(self, stored: Config) -> None:
         """Let --nproc and --nnodes change the layout of a config that has all written out, and
@@ -192,12 +204,14 @@ class _Request:
         """
         from paceline.layout import Layout
 
-        keys = {text.partition("=")[0].strip() for text in (*self.flags, *self.overrides)}
-        if {"launch.nproc", "launch.nnodes"} & keys and "layout" not in keys:
+        given = {text.partition("=")[0].strip(): text for text in (*self.flags, *self.overrides)}
+        words = {key: self.flags.get(text, f"--set {text}") for key, text in given.items()}
+        ranks = [words[key] for key in ("launch.nproc", "launch.nnodes") if key in words]
+        if ranks and "layout" not in words and stored.layout != "auto":
             rest = str(Layout.parse(stored.layout)).partition(",")[2]
-            self._adjusted = [f"layout={rest or 'auto'}"]
-        elif "layout" in keys and "launch.nproc" not in keys:
-            self._adjusted = ["launch.nproc=auto"]
+            self._adjusted = {f"layout={rest or 'auto'}": ranks[0]}
+        elif "layout" in words and "launch.nproc" not in words and stored.launch.nproc != "auto":
+            self._adjusted = {"launch.nproc=auto": words["layout"]}
 
     def check_nodes(self, config: Config) -> None:
         """What :func:`paceline.config.check` says of the machines, where it is not asked."""
@@ -226,15 +240,12 @@ def _run_script(request: _Request) -> None:
     from paceline.cli.train_report import exit_status
     from paceline.config import resolve
     from paceline.diagnose.hangs.oversee import HangOverseer
-    from paceline.errors import ConfigError
     from paceline.launch.local import LocalJob, launch
     from paceline.launch.policy import Limits
     from paceline.launch.run_folder import new_run, new_run_at
 
     assert request.script is not None
     script = Path(request.script)
-    if not script.is_file() and not (script / "__main__.py").is_file():
-        raise ConfigError(f"--script {script}: there is no such file")
     # Only for the number of ranks and restarts: what the demo would say to it is no matter.
     config = resolve(request.load(None, checked=False))
     request.check_nodes(config)
@@ -277,7 +288,7 @@ def _run_script(request: _Request) -> None:
 
 def _run_config(request: _Request) -> None:
     from paceline.cli.train_report import is_finished, say_done
-    from paceline.config import dump, load, resolve, summary
+    from paceline.config import code_notes, dump, load, resolve, summary, with_code
     from paceline.errors import ConfigError
     from paceline.launch.run_folder import new_run, new_run_at, open_run
 
@@ -305,6 +316,9 @@ def _run_config(request: _Request) -> None:
     with contextlib.ExitStack() as stack:
         joined = None
         say(summary(config))
+        for note in code_notes(config):
+            say(note)
+        config = with_code(config)
         if config.launch.rdzv is not None:
             joined = _meet(config, request, make_folder, stack)
             run = joined.run
@@ -383,6 +397,7 @@ def _launch(
         resume_hint,
         say_stopped,
     )
+    from paceline.config import code_folders
     from paceline.errors import RankFailed
     from paceline.launch.local import LocalJob, launch
     from paceline.launch.policy import Limits
@@ -397,6 +412,7 @@ def _launch(
         arguments += [] if joined.shared else ["--own-folder"]
     arguments += ["--resume"] if resume else []
     arguments += [] if settings is None else ["--settings", str(settings)]
+    arguments += ["--code", *code_folders(config)]
     job = LocalJob(
         command=["-m", "paceline.trainer.run", str(run), *arguments],
         nproc=config.launch.nproc,

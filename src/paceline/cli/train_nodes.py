@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.launch.meeting import Meeting
     from paceline.launch.members import Run
 
-_NOT_COMPARED = ("launch.rdzv",)
+_NOT_COMPARED = ("launch.rdzv", "code")
 """Keys that each machine may spell in its own way."""
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 

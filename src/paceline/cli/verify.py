@@ -100,7 +100,7 @@ def _prove(
     from paceline.prove import verify_config
 
     return verify_config(
-        config,
+        paceline.config.with_code(config),
         layouts,
         steps=steps,
         global_batch=global_batch,

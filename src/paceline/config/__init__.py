@@ -6,6 +6,7 @@ print(dump(resolve(config)))                               # "auto" made explici
 """
 
 from paceline.config.checks import check
+from paceline.config.code import code_folders, code_notes, with_code
 from paceline.config.devices import count_gpus
 from paceline.config.loading import load, load_checked
 from paceline.config.resolving import dump, json_schema, learning_rate, resolve, summary
@@ -42,6 +43,8 @@ __all__ = [
     "Track",
     "Train",
     "check",
+    "code_folders",
+    "code_notes",
     "count_gpus",
     "dump",
     "import_target",
@@ -53,4 +56,5 @@ __all__ = [
     "resolve",
     "scaled_lr",
     "summary",
+    "with_code",
 ]

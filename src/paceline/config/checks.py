@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.config import demo
 from paceline.config.clashes import rule_problems, without_effect
+from paceline.config.code import code_folders
 from paceline.config.devices import count_gpus
 from paceline.config.endpoints import endpoints
 from paceline.config.fields import node_range
@@ -26,6 +27,7 @@ from paceline.config.targets import UNKNOWN, Callee, argument_problems, look_up
 from paceline.errors import ConfigError, DataError, LayoutError
 from paceline.layout import Layout
 
+MOST_RANKS_ON_A_MACHINE = 1024
 _BATCH_KEYS = ("global_batch", "per_device_batch", "accumulate", "microbatch")
 _RANK_KEYS: tuple[Path, ...] = (("layout",), ("launch", "nproc"))
 
@@ -80,10 +82,11 @@ def _targets(config: Config, callees: dict[str, Callee]) -> Problems:
         named["loss", "target"] = (config.loss.target, config.loss.args)
     if config.data.val is not None:
         named["data", "val", "target"] = (config.data.val.target, config.data.val.args)
+    folders = code_folders(config)
     for path, (target, args) in named.items():
         section = path[:-1]
         try:
-            callee = look_up(target)
+            callee = look_up(target, folders)
         except ConfigError as error:
             yield path, f"{'.'.join(path)}: {error}"
             continue
@@ -182,6 +185,12 @@ def node_problems(config: Config) -> Problems:
 def _ranks(config: Config, gpus: int) -> Problems:
     """The layout against the number of ranks, and the ranks against the GPUs."""
     nproc, nodes, world_size = nproc_of(config, gpus), most_nodes(config), world_of(config, gpus)
+    if nproc > MOST_RANKS_ON_A_MACHINE:
+        yield (
+            config._sources.culprit(*_RANK_KEYS),
+            f"{nproc} ranks on one machine are more than {MOST_RANKS_ON_A_MACHINE:,}, the most "
+            "that are started; set launch.nproc to the number of its GPUs, or of its CPU cores",
+        )
     on_nodes = "" if nodes == 1 else f" on {nodes} machines, {world_size} in all"
     try:
         layout = Layout.parse(config.layout, world_size=world_size)

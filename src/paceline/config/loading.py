@@ -121,9 +121,7 @@ def _bounded(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _text(file: FilePath, name: str) -> str:
     try:
         if file.is_dir():
-            inside = file / "config.yaml"
-            hint = f"; did you mean '{inside}'?" if inside.is_file() else ""
-            raise ConfigError(f"{name}: is a folder, not a config file{hint}")
+            raise ConfigError(f"{name}: is a folder, not a config file{_hint_for_folder(file)}")
         if not file.exists():
             raise ConfigError(_missing(file, name))
         if file.suffix not in SUFFIXES:
@@ -142,6 +140,19 @@ def _text(file: FilePath, name: str) -> str:
         raise ConfigError(
             f"{name}: {error}; a config is a file of {MOST_BYTES:,} bytes at most"
         ) from None
+
+
+def _hint_for_folder(folder: FilePath) -> str:
+    inside = folder / "config.yaml"
+    if (folder / "events.jsonl").is_file() and inside.is_file():
+        return (
+            f"; go on with the run in it: paceline train --resume {folder}; or start anew with its "
+            f"config: '{inside}'"
+        )
+    if inside.is_file():
+        return f"; did you mean '{inside}'?"
+    there = sorted(item.name for item in folder.iterdir() if item.suffix in SUFFIXES)
+    return f"; the configs there are {', '.join(there[:10])}" if there else ""
 
 
 def _missing(file: FilePath, name: str) -> str:

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
 from paceline.config.keys import nearest
@@ -21,22 +21,26 @@ from paceline.errors import ConfigError
 _MADE_AT_RUN_TIME = ("globals()", "sys.modules[__name__]", "exec(", "vars()", "setattr(sys.modules")
 
 
-def find_module(name: str) -> ModuleSpec | None:
+def find_module(name: str, folders: Sequence[str] | None = None) -> ModuleSpec | None:
     """Where module ``name`` is; ``None`` when only importing it could tell.
 
-    Looks in the current folder first, then where Python looks. Raises :class:`ConfigError` when
-    the module is nowhere.
+    Looks in ``folders`` first (by default the current one), then where Python looks. Raises
+    :class:`ConfigError` when the module is nowhere.
     """
     top, *rest = name.split(".")
-    here = PathFinder.find_spec(top, [os.getcwd()])
+    folders = [os.getcwd()] if folders is None else folders
+    here = [found for folder in folders if (found := PathFinder.find_spec(top, [folder]))]
     # A mere folder of that name counts only when there is no real module, as in Python itself.
-    spec = here if here is not None and here.origin else _installed(top) or here
+    real = next((found for found in here if found.origin), None)
+    spec = real or _installed(top) or next(iter(here), None)
     if spec is None:
         if name in sys.modules:
             return None
-        near = nearest(top, _module_names([os.getcwd()]), 0.6)
+        near = nearest(top, _module_names(list(folders)), 0.6)
         near = near or nearest(top, _module_names(sys.path), 0.8)
-        hint = f"did you mean {near!r}?" if near else "not in this folder, nor installed"
+        only_here = list(folders) == [os.getcwd()]
+        where = "in this folder" if only_here else f"in {' or '.join(folders)}"
+        hint = f"did you mean {near!r}?" if near else f"not {where}, nor installed"
         raise ConfigError(f"there is no module {top!r}; {hint}")
     full = top
     for part in rest:
@@ -50,6 +54,19 @@ def find_module(name: str) -> ModuleSpec | None:
             raise ConfigError(f"there is no module {part!r} in {full!r}{hint}")
         spec, full = inner, f"{full}.{part}"
     return spec
+
+
+def module_file(top: str, folder: str) -> str | None:
+    """The file of the top-level module ``top`` in ``folder``, or of the package; else ``None``.
+
+    A mere folder of that name is a package only where no module of that name is installed.
+    """
+    spec = PathFinder.find_spec(top, [folder])
+    if spec is None:
+        return None
+    if spec.origin is None:
+        return None if _installed(top) else os.path.join(folder, top)
+    return spec.origin
 
 
 def _module_names(folders: list[str]) -> set[str]:
@@ -66,8 +83,11 @@ def _installed(top: str) -> ModuleSpec | None:
 class Source:
     """The names that a module's source file binds at its top level."""
 
-    def __init__(self, spec: ModuleSpec, tree: ast.Module, text: str) -> None:
+    def __init__(
+        self, spec: ModuleSpec, tree: ast.Module, text: str, folders: Sequence[str] | None = None
+    ) -> None:
         self.spec = spec
+        self.folders = folders
         self.name = spec.name
         self.tree = tree
         self.bindings: dict[str, list[ast.stmt]] = {}
@@ -103,8 +123,11 @@ class Source:
         return bool(folders) and PathFinder.find_spec(f"{self.name}.{name}", folders) is not None
 
 
-def read_source(spec: ModuleSpec) -> Source | None:
-    """The source of a module, or ``None`` when it has none; a syntax error is a ConfigError."""
+def read_source(spec: ModuleSpec, folders: Sequence[str] | None = None) -> Source | None:
+    """The source of a module, or ``None`` when it has none; a syntax error is a ConfigError.
+
+    ``folders`` are those in which the modules that it imports are looked for.
+    """
     if not spec.has_location or not spec.origin or not spec.origin.endswith(".py"):
         return None
     with open(spec.origin, "rb") as file:
@@ -117,7 +140,7 @@ def read_source(spec: ModuleSpec) -> Source | None:
         raise ConfigError(
             f"module {spec.name!r} is not valid Python: {spec.origin}{line}: {reason}"
         ) from None
-    return Source(spec, tree, content.decode("utf-8", "replace"))
+    return Source(spec, tree, content.decode("utf-8", "replace"), folders)
 
 
 def statements_in(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.config.keys import nearest
+from paceline.config.modules import names_bound, statements_in
 from paceline.config.schema import Config
 from paceline.config.sources import Path
 from paceline.config.validate import explain
@@ -32,17 +33,37 @@ def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise ConfigError(f"{name}{line}: not valid Python: {reason}") from None
-    variables = _run(tree, name)
+    # A training script given by mistake is not run to its end to find out.
+    variables = _run(tree, name) if may_define_config(tree) else {}
     if "config" not in variables:
-        near = nearest("config", [key for key in variables if not key.startswith("__")], 0.5)
+        bound = {found for part in statements_in(tree.body) for found in names_bound(part)}
+        near = nearest("config", {*variables, *bound} - {"__name__", "__file__"}, 0.5)
         hint = f"; did you mean to call {near!r} so?" if near else ""
-        raise ConfigError(f"{name}: defines no 'config' (a dict or a paceline Config){hint}")
+        script = f"a script that trains by itself runs with: paceline train --script {name}"
+        raise ConfigError(
+            f"{name}: defines no 'config' (a dict or a paceline Config){hint or f'; {script}'}"
+        )
     config = variables["config"]
     if not isinstance(config, Mapping | Config):
         raise ConfigError(
             f"{name}: 'config' must be a dict or a paceline Config; got {type(config).__name__}"
         )
     return config, _lines(tree)
+
+
+def may_define_config(tree: ast.Module) -> bool:
+    """Whether running the file could give ``config`` a value, as far as reading it tells."""
+    for statement in statements_in(tree.body):
+        if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+            return True
+        if "config" in names_bound(statement):
+            return True
+    return any(
+        (isinstance(node, ast.Global) and "config" in node.names)
+        or (isinstance(node, ast.Name) and node.id in ("globals", "vars", "exec"))
+        or (isinstance(node, ast.NamedExpr | ast.Delete) and "config" in ast.unparse(node))
+        for node in ast.walk(tree)
+    )
 
 
 def _run(tree: ast.Module, name: str) -> dict[str, Any]:

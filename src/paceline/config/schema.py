@@ -490,6 +490,11 @@ class Config(Section):
     seed: int = Field(
         default=0, ge=0, le=2**32 - 1, description="Decides weights, data order and dropout."
     )
+    code: list[str] | None = Field(
+        default=None,
+        description="Folders in which the modules of targets are looked for first. null: the "
+        "folder of this file; in either case the current folder comes next.",
+    )
     model: Model = Field(default=Model(), description="The model to train.")
     loss: Target | None = Field(
         default=Target(target=demo.LOSS),

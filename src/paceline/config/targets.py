@@ -6,7 +6,7 @@ import ast
 import importlib
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,16 +39,19 @@ class Callee:
 UNKNOWN = Callee()
 
 
-def import_target(target: str) -> Any:
-    """Import what ``target`` names, looking in the current folder first, as ``python -m`` does.
+def import_target(target: str, folders: Sequence[str] | None = None) -> Any:
+    """Import what ``target`` names, looking in ``folders`` first (by default the current one).
 
-    Raises :class:`ConfigError` when it is not there, or with the error of importing it behind it.
+    They go to the front of ``sys.path``, as with ``python -m``. Raises :class:`ConfigError` when
+    it is not there, or with the error of importing it behind it.
     """
     module_name, _, names = target.partition(":")
     if not names:
         raise ConfigError(f"{target!r} is not an import path like 'package.module:Name'")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if folders is None:
+        folders = [] if "" in sys.path or os.getcwd() in sys.path else [os.getcwd()]
+    if sys.path[: len(folders)] != list(folders):
+        sys.path[:] = [*folders, *(entry for entry in sys.path if entry not in folders)]
     try:
         value: Any = importlib.import_module(module_name)
     except ImportError as error:
@@ -63,11 +66,14 @@ def import_target(target: str) -> Any:
     return value
 
 
-def look_up(target: str) -> Callee:
-    """What ``target`` is, without importing it; :class:`ConfigError` when it is not there."""
+def look_up(target: str, folders: Sequence[str] | None = None) -> Callee:
+    """What ``target`` is, without importing it; :class:`ConfigError` when it is not there.
+
+    ``folders`` are looked in first, by default the current one.
+    """
     module_name, _, names = target.partition(":")
-    spec = find_module(module_name)
-    source = read_source(spec) if spec is not None else None
+    spec = find_module(module_name, folders)
+    source = read_source(spec, folders) if spec is not None else None
     if source is None:
         return UNKNOWN
     first, *inner = names.split(".")
@@ -123,23 +129,23 @@ def _find(source: Source, name: str, depth: int = 0) -> _Found | None:
             alias.name for alias in statement.names if (alias.asname or alias.name) == name
         )
         # What another module's import brings may be made there at run time: not found is unknown.
-        return _find_in(source.imported_from(statement), original, depth) or _Found()
+        return _find_in(source, source.imported_from(statement), original, depth) or _Found()
     return _Found(source, statement)
 
 
 def _find_otherwise(source: Source, name: str, depth: int) -> _Found | None:
     for star in source.stars:
-        found = _find_in(source.imported_from(star), name, depth)
+        found = _find_in(source, source.imported_from(star), name, depth)
         if found is not None:
             return found
     maybe = source.open_ended or source.has_submodule(name) or source.declares_global(name)
     return _Found() if maybe else None
 
 
-def _find_in(module_name: str, name: str, depth: int) -> _Found | None:
+def _find_in(importing: Source, module_name: str, name: str, depth: int) -> _Found | None:
     try:
-        spec = find_module(module_name)
-        source = read_source(spec) if spec is not None else None
+        spec = find_module(module_name, importing.folders)
+        source = read_source(spec, importing.folders) if spec is not None else None
     except ConfigError:
         return _Found()
     return _find(source, name, depth + 1) if source is not None else _Found()
@@ -149,8 +155,8 @@ def _public_names(source: Source, depth: int = 0) -> set[str]:
     names = {name for name in source.bindings if not name.startswith("_")}
     for star in source.stars if depth < _FARTHEST_REEXPORT else []:
         try:
-            spec = find_module(source.imported_from(star))
-            inner = read_source(spec) if spec is not None else None
+            spec = find_module(source.imported_from(star), source.folders)
+            inner = read_source(spec, source.folders) if spec is not None else None
         except ConfigError:
             continue
         names |= _public_names(inner, depth + 1) if inner is not None else set()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import dump
+from paceline.config import dump, with_code
 from paceline.doctor.facts import Facts, Gpus, Machine, ModelSize, Network, Speed, Versions
 from paceline.doctor.facts_config import Asked, gather_config
 from paceline.doctor.facts_folders import Tokens
@@ -76,7 +76,7 @@ class OwnMachine:
         self._gpus: Gpus | None = None
         self._model: Job | None = None
         if asked.config is not None:
-            text = dump(asked.config)
+            text = dump(with_code(asked.config))
             self._model = self.prober.submit("model_size", MODEL_TIMEOUT_S, config=text)
 
     @property

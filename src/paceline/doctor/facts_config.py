@@ -106,6 +106,7 @@ def _hash(config: Config) -> str:
     values = config.model_dump()
     # Machines may have different numbers of ranks.
     values["launch"].pop("nproc", None)
+    values.pop("code", None)  # where each of them has its modules
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

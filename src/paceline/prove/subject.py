@@ -135,7 +135,7 @@ def _from_config(config: Config) -> Built:
     return Built(
         model=model,
         optimizer=run.make_optimizer(config, model),
-        loss=None if config.loss is None else run.make_loss(config.loss),
+        loss=run.make_loss(config),
         data=data,
         data_options=DataOptions(
             shuffle=None if config.data.shuffle else False, drop_last=config.data.drop_last

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.config import Config, Target, import_target, learning_rate, load, lr_factor
+from paceline.config import Config, import_target, learning_rate, load, lr_factor
+from paceline.config.code import code_folders
 from paceline.config.secrets import revealed
 from paceline.data import steps_per_epoch
 from paceline.data.text import ByteText, unigram_loss
@@ -63,7 +64,7 @@ def from_config(
     trainer = Trainer(
         model,
         optimizer=make_optimizer(config, model),
-        loss=None if config.loss is None else make_loss(config.loss),
+        loss=make_loss(config),
         global_batch=config.batch.global_batch,
         run_dir=run_dir,
         seed=config.seed,
@@ -162,7 +163,9 @@ def engine_options(config: Config, train: Any, layout: Layout | None = None) -> 
 
 def make_model(config: Config) -> nn.Module:
     """The model that ``config`` names, on the CPU."""
-    model = import_target(config.model.target)(**_arguments(config.model.args))
+    model = import_target(config.model.target, code_folders(config))(
+        **_arguments(config.model.args)
+    )
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model.target {config.model.target!r} made a {type(model).__name__}, not a "
@@ -173,19 +176,24 @@ def make_model(config: Config) -> nn.Module:
 
 def make_datasets(config: Config) -> tuple[Any, Any]:
     """The training and the validation dataset; the latter may be ``None``."""
-    made = import_target(config.data.target)(**_arguments(config.data.args))
+    made = import_target(config.data.target, code_folders(config))(**_arguments(config.data.args))
     train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if config.data.val is not None:
-        val = import_target(config.data.val.target)(**_arguments(config.data.val.args))
+        val = import_target(config.data.val.target, code_folders(config))(
+            **_arguments(config.data.val.args)
+        )
     return train, val
 
 
-def make_loss(target: Target) -> LossFunction:
+def make_loss(config: Config) -> LossFunction | None:
     """A class makes the loss; a function is the loss, with its arguments filled in."""
-    found: Callable[..., Any] = import_target(target.target)
+    if config.loss is None:
+        return None
+    found: Callable[..., Any] = import_target(config.loss.target, code_folders(config))
+    args = _arguments(config.loss.args)
     if inspect.isclass(found):
-        return cast(LossFunction, found(**_arguments(target.args)))
-    return functools.partial(found, **_arguments(target.args)) if target.args else found
+        return cast(LossFunction, found(**args))
+    return functools.partial(found, **args) if args else found
 
 
 def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
@@ -195,7 +203,7 @@ def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
     if section.weight_decay is not None:
         arguments["weight_decay"] = section.weight_decay
     trainable = [p for p in model.parameters() if p.requires_grad]
-    return import_target(section.target)(trainable, **arguments)
+    return import_target(section.target, code_folders(config))(trainable, **arguments)
 
 
 def _arguments(args: dict[str, Any]) -> dict[str, Any]:
@@ -219,9 +227,12 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--settings", type=Path)
     parser.add_argument("--own-folder", action="store_true")
+    # Where this machine has the modules; the settings may be those of another one.
+    parser.add_argument("--code", nargs="*", metavar="FOLDER")
     asked = parser.parse_args()
+    config = load(asked.settings or asked.run_dir / "config.yaml")
     from_config(
-        load(asked.settings or asked.run_dir / "config.yaml"),
+        config if asked.code is None else config.model_copy(update={"code": asked.code}),
         asked.run_dir,
         resume=asked.resume,
         settings=asked.settings,
