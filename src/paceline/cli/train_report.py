@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from paceline.cli.console import say
 from paceline.config import Config
-from paceline.config.secrets import Secret, masked
+from paceline.config.secret_words import masked
+from paceline.config.secrets import Secret
 from paceline.launch.run_folder import RunFolder
 from paceline.track.summary import Summary
 
