@@ -181,6 +181,20 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(folder: Path) -> None:
     assert again.stdout.startswith(f"my run is already finished, at step {last + 2}.")
 
 
+def test_modules_beside_the_config_are_found_from_elsewhere_also_by_a_resume(folder: Path) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "tiny.py").write_text("raise RuntimeError('the wrong module')\n")
+    quick = ("--nproc", "1", "--set", "train.steps=2", "--set", "launch.standby=false")
+    done = train(elsewhere, "../tiny.yaml", "--run-dir", "../r", *quick)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"tiny is {folder}/tiny.py, not {elsewhere}/tiny.py" in done.stdout
+    assert load(folder / "r" / "config.yaml").code == [str(folder)]
+    done = train(Path("/"), "--resume", str(folder / "r"), "--set", "train.steps=3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert steps_of(folder / "r") == [1, 2, 3]
+
+
 def test_a_failing_rank_is_shown_alone_and_restarted_if_wished(folder: Path) -> None:
     done = train(
         folder,
