@@ -156,6 +156,8 @@ class TestConfigs:
             f"checkpoint={{storage: {{secret: {PASSWORD}}}}}",
             f"checkpoint.storage.secret=!!int {PASSWORD}",
             f"data.args.password={PASSWORD}",
+            f"checkpoint.digest_key={PASSWORD}",
+            f"checkpoint={{digest_key: {PASSWORD}}}",
             f"track.mlflow.uri=https://me:{PASSWORD}@host",
             f"checkpoint.where=ftp://me:{PASSWORD}@host/x",
             f"checkpoint.start_from=https://host/x?X-Amz-Signature={PASSWORD}",
@@ -192,13 +194,15 @@ class TestConfigs:
                 **storage(secret=f"file:{private_file}", key="env:PACELINE_NOT_SET"),
                 "track": {"mlflow": {"uri": "env:PACELINE_NOT_SET"}},
                 "model": {"args": {"api_key": "env:PACELINE_NOT_SET"}},
-            }
+            },
+            ["checkpoint.digest=blake2b", "checkpoint.digest_key=env:PACELINE_NOT_SET"],
         )
         problems = "\n".join(check(config, devices=0))
         assert f"checkpoint.storage: file:{private_file}: others than its owner" in problems
         assert "checkpoint.storage: env:PACELINE_NOT_SET: the variable" in problems
         assert "track.mlflow.uri: env:PACELINE_NOT_SET: the variable" in problems
         assert "model.args: env:PACELINE_NOT_SET: the variable" in problems
+        assert "checkpoint.digest_key: env:PACELINE_NOT_SET: the variable" in problems
 
 
 class TestShowing:

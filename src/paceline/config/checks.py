@@ -19,6 +19,7 @@ from paceline.config.code import code_folders
 from paceline.config.devices import count_gpus
 from paceline.config.endpoints import endpoints
 from paceline.config.fields import node_range
+from paceline.config.keys import FIELDS, flat, is_secret
 from paceline.config.resolving import most_nodes, nproc_of, on_gpu, world_of
 from paceline.config.schema import Config
 from paceline.config.secrets import Secret, references
@@ -343,6 +344,12 @@ def _credentials(config: Config) -> Problems:
     uri = config.track.mlflow.uri if config.track.mlflow else None
     if uri is not None and uri.startswith("env:"):
         named.append((("track", "mlflow", "uri"), uri))
+    values = flat(config.model_dump())
+    named += [
+        (path, reference)
+        for path in FIELDS
+        if is_secret(path) and (reference := values.get(".".join(path))) is not None
+    ]
     for path, reference in named:
         try:
             Secret(reference).reveal()

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from paceline.config.schema import Config
+from paceline.config.secrets import Secret
 from paceline.config.sources import Path
 
 _ELSEWHERE = {
@@ -153,6 +154,12 @@ FIELDS: dict[Path, FieldInfo] = dict(_tree(Config, ()))
 def is_free(path: Path) -> bool:
     """Whether ``path`` is a mapping of arguments, whose keys are the user's own."""
     return path[-1] == "args" and path in FIELDS
+
+
+def is_secret(path: Path) -> bool:
+    """Whether ``path`` is a key that takes a reference to a credential."""
+    info = FIELDS.get(path)
+    return info is not None and Secret in (info.annotation, *typing.get_args(info.annotation))
 
 
 def keys_of(path: Path) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paceline.config import yaml_file
+from paceline.config.keys import is_secret
 from paceline.config.secret_words import MASK, is_reference, masked, says_secret, shown
 from paceline.config.sources import Path, Sources
 from paceline.config.values import found
@@ -52,7 +53,7 @@ def as_shown(override: str) -> str:
         return f"{key[:60]}{'…' * (len(key) > 60)}{equals}… ({len(text):,} characters)"
     names = [part.strip() for part in key.split(".")]
     in_storage = "storage" in names
-    if any(says_secret(name, bare_key=in_storage) for name in names[-1:]):
+    if says_secret(names[-1], bare_key=in_storage) or is_secret(tuple(names)):
         return f"{key}{equals}{MASK}" if not is_reference(text.strip()) else override
     try:
         value = yaml_file.read_value(text)

@@ -14,7 +14,18 @@ _SECRET = {
     *("credential", "credentials", "authorization", "signature", "apikey", "secretkey"),
 }
 _KINDS_OF_KEY = {
-    *("access", "account", "api", "auth", "customer", "encryption", "hmac", "master", "private"),
+    *(
+        "access",
+        "account",
+        "api",
+        "auth",
+        "customer",
+        "digest",
+        "encryption",
+        "hmac",
+        "master",
+        "private",
+    ),
     *("service", "shared", "signing", "ssh", "storage"),
 }
 _KINDS_OF_TOKEN = {
