@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import ConfigFile, MeetingPlace, Overrides, Patience
+from paceline.cli.options import ConfigFile, MeetingPlace, Overrides, Patience, SecretFile
 
 
 def doctor(
@@ -24,6 +24,7 @@ def doctor(
         ),
     ] = None,
     rdzv: MeetingPlace = None,
+    secret_file: SecretFile = None,
     wait: Patience = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
     overrides: Overrides = None,
@@ -41,6 +42,8 @@ def doctor(
         for name, value in given.items()
         if value is not None
     }
+    if secret_file is not None:
+        flags[f"launch.secret=file:{secret_file}"] = f"--secret-file {secret_file}"
     try:
         sound = _examine(config, overrides or [], flags, wait, as_json)
     except KeyboardInterrupt:

@@ -39,6 +39,13 @@ Machines = Annotated[
 MeetingPlace = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: one of the machines.")
 ]
+SecretFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="The secret that the machines share; make it with: paceline secret FILE",
+    ),
+]
 Patience = Annotated[
     float, typer.Option(metavar="SECONDS", help="How long to wait for the other machines.")
 ]
