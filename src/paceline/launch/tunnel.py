@@ -7,19 +7,24 @@ Torch's TCPStore knows neither. So where a run has a secret, a store listens on 
 with mutual TLS by the keys that follow from the secret. Nothing of a connection reaches the store
 before the handshake has shown that the other end has the secret.
 
-All of it runs in one thread with an event loop. A handshake has a time limit, and of too many that
-are under way the oldest is dropped: a real one is over within milliseconds. So neither connections
-that say nothing nor a flood of them keep the real ones out for long.
+All of it runs in one thread with an event loop. A handshake has a time limit, and so many of one
+machine may be under way at a door, and so many in all; of a machine that has more, those that
+linger go first, and then those that come. So neither connections that say nothing nor a flood of
+them keep the other machines out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import ssl
 import threading
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.launch.endurance import Endurance, to_stderr
@@ -28,15 +33,25 @@ from paceline.launch.loopback import connect_with_key, peer_is_us, require_key
 from paceline.launch.secret import RunSecret, keys_of, store_key
 
 HANDSHAKE_SECONDS = 5.0
-MOST_HANDSHAKES = 64
+MOST_HANDSHAKES = 128
 """Connections at one door that have not shown yet who they are."""
-_CONNECT_SECONDS = 5.0
+MOST_HANDSHAKES_OF_ONE = 32
+"""Those of them that come from one address."""
+_LINGERING_SECONDS = 1.0
+_ACCEPTED_AT_ONCE = 64
+_CONNECT_SECONDS = 15.0
+_CONNECTING_AT_ONCE = 8
+_TRIES = 5
 _PAUSE_SECONDS = 0.2
 _LOOPBACK = "127.0.0.1"
 
 
 class WrongSecret(ConnectionError):
     """Who listens there has another secret, or none."""
+
+
+class _Dropped(WrongSecret):
+    """The connection was ended before anything was said."""
 
 
 class Tunnel:
@@ -47,6 +62,8 @@ class Tunnel:
         self._keys, self._store_key = keys_of(secret), store_key(secret)
         self._endurance = Endurance("the tunnel between the machines", notice)
         self._loop = asyncio.new_event_loop()
+        # Never more than a gate allows to one machine, which may have many ranks.
+        self._connecting = asyncio.Semaphore(_CONNECTING_AT_ONCE)
         self._lock = threading.Lock()
         self._forwarders: dict[tuple[str, int], _Door] = {}
         self._doors: set[_Door] = set()
@@ -110,6 +127,14 @@ class Tunnel:
 
         Raises :class:`WrongSecret`, or another ``OSError`` where nobody can be reached.
         """
+        for _ in range(_TRIES - 1):
+            # One that is ended before it began may have met a flood.
+            with contextlib.suppress(_Dropped):
+                return self._knock_once(host, port, timeout)
+            time.sleep(_PAUSE_SECONDS)
+        return self._knock_once(host, port, timeout)
+
+    def _knock_once(self, host: str, port: int, timeout: float) -> tuple[str, str]:
         with socket.create_connection((host, port), timeout=timeout) as plain:
             addresses = str(plain.getsockname()[0]), str(plain.getpeername()[0])
             try:
@@ -121,7 +146,8 @@ class Tunnel:
             except (ssl.SSLError, TimeoutError, ConnectionError) as error:
                 if isinstance(error, WrongSecret):
                     raise
-                raise WrongSecret(
+                dropped = isinstance(error, (ssl.SSLEOFError, ConnectionResetError))
+                raise (_Dropped if dropped else WrongSecret)(
                     f"{host}:{port} answers, but not as one with our secret ({self.secret}) would: "
                     "was it started without?"
                 ) from None
@@ -190,8 +216,15 @@ class Tunnel:
 
     async def _connect_outside(self, inner: _End, host: str, port: int) -> None:
         with inner.closed_on_error():
-            transport, outer = await asyncio.wait_for(
-                self._loop.create_connection(
+            async with asyncio.timeout(_CONNECT_SECONDS), self._connecting:
+                outer = await self._shake_hands(host, port)
+            inner.join(outer)
+
+    async def _shake_hands(self, host: str, port: int) -> _End:
+        """A connection to a gate; tried again where that was too busy to begin with it."""
+        for number in range(_TRIES):
+            try:
+                transport, outer = await self._loop.create_connection(
                     _End,
                     host,
                     port,
@@ -199,11 +232,15 @@ class Tunnel:
                     server_hostname="",
                     ssl_handshake_timeout=HANDSHAKE_SECONDS,
                     ssl_shutdown_timeout=1.0,
-                ),
-                _CONNECT_SECONDS,
-            )
-            self._check(transport)
-            inner.join(outer)
+                )
+            except (ConnectionResetError, ssl.SSLEOFError):
+                if number == _TRIES - 1:
+                    raise
+                await asyncio.sleep(_PAUSE_SECONDS)
+            else:
+                self._check(transport)
+                return outer
+        raise AssertionError("not reached")
 
     def _check(self, transport: asyncio.BaseTransport) -> None:
         if not self._keys.is_ours(transport.get_extra_info("ssl_object")):
@@ -300,6 +337,25 @@ class _End(asyncio.Protocol):
             self._other.close()
 
 
+@dataclass(frozen=True)
+class _Guest:
+    """A connection that has not shown yet who it is, and where it comes from."""
+
+    connection: socket.socket
+    machine: str
+    came: float = field(default_factory=time.monotonic)
+
+
+def _machine_of(connection: socket.socket) -> str:
+    """The address of the other end; of an IPv6 one the network, of which one machine has it all."""
+    address = ipaddress.ip_address(str(connection.getpeername()[0]).partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+    return str(address)
+
+
 class _Door:
     """Accepts connections and has each ``enter``; bounded as the module says."""
 
@@ -312,7 +368,7 @@ class _Door:
         listener.setblocking(False)
         self.port = int(listener.getsockname()[1])
         self._listener, self._enter, self._endurance = listener, enter, endurance
-        self._entering: dict[asyncio.Task[None], socket.socket] = {}
+        self._entering: dict[asyncio.Task[None], _Guest] = {}
         self._inside: set[_End] = set()
         self._closed = False
 
@@ -328,7 +384,14 @@ class _Door:
                     await asyncio.sleep(_PAUSE_SECONDS)  # no file descriptor left, say
                 continue
             self._admit(connection)
+            self._admit_those_behind()
             await asyncio.sleep(0)
+
+    def _admit_those_behind(self) -> None:
+        """Those that have queued up: what must be turned away is to be so quickly."""
+        with contextlib.suppress(OSError):  # there is nobody any more
+            for _ in range(_ACCEPTED_AT_ONCE):
+                self._admit(self._listener.accept()[0])
 
     def close(self) -> None:
         """Close the door, and end what came in by it."""
@@ -342,14 +405,35 @@ class _Door:
             end.abort()
 
     def _admit(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        if len(self._entering) >= MOST_HANDSHAKES:
-            oldest = next(iter(self._entering))
-            self._entering.pop(oldest).close()
-            oldest.cancel()
+        try:
+            connection.setblocking(False)
+            guest = _Guest(connection, _machine_of(connection))
+        except OSError:
+            connection.close()
+            return
+        if not self._make_room(guest.machine):
+            connection.close()
+            return
         task = asyncio.get_running_loop().create_task(self._let_in(connection))
-        self._entering[task] = connection
+        self._entering[task] = guest
         task.add_done_callback(lambda done: self._entering.pop(done, None))
+
+    def _make_room(self, machine: str) -> bool:
+        """Whether one more connection of ``machine`` may begin; one that lingers may go for it."""
+        machines = Counter(guest.machine for guest in self._entering.values())
+        if machines[machine] < MOST_HANDSHAKES_OF_ONE and len(self._entering) < MOST_HANDSHAKES:
+            return True
+        if machines[machine] < MOST_HANDSHAKES_OF_ONE:
+            machine = machines.most_common(1)[0][0]
+            patience = 0.0
+        else:
+            patience = _LINGERING_SECONDS
+        task = next(t for t, guest in self._entering.items() if guest.machine == machine)
+        if time.monotonic() - self._entering[task].came < patience:
+            return False
+        self._entering.pop(task).connection.close()
+        task.cancel()
+        return True
 
     async def _let_in(self, connection: socket.socket) -> None:
         try:
