@@ -43,7 +43,7 @@ def read_place(
     rdzv: str | None,
     wait: float,
     device: str,
-    secret_file: str | None = None,
+    secret: str | None = None,
 ) -> Place:
     """What the command line says of the ranks, checked as ``paceline train`` checks it."""
     from paceline.config import load
@@ -52,7 +52,7 @@ def read_place(
     from paceline.config.fields import node_range
     from paceline.config.resolving import nproc_of
 
-    given = {"nproc": nproc, "nnodes": nnodes, "rdzv": rdzv}
+    given = {"nproc": nproc, "nnodes": nnodes, "rdzv": rdzv, "secret": secret}
     flags = {f"launch.{k}={v}": f"--{k} {v}" for k, v in given.items() if v is not None}
     try:
         config = load(None, [*flags, f"launch.device={device}"])
@@ -84,8 +84,7 @@ def read_place(
         )
     if problems:
         raise ConfigError(problems)
-    reference = None if secret_file is None else f"file:{secret_file}"
-    return Place(ranks, most, config.launch.rdzv, wait, _secret_for(config, reference))
+    return Place(ranks, most, config.launch.rdzv, wait, _secret_of(config))
 
 
 def place_of(config: Config, wait: float) -> Place:
@@ -104,14 +103,13 @@ def place_of(config: Config, wait: float) -> Place:
     if problems:
         raise ConfigError(problems)
     assert isinstance(config.launch.nproc, int)
-    secret = _secret_for(config, config.launch.secret)
-    return Place(config.launch.nproc, most, config.launch.rdzv, wait, secret)
+    return Place(config.launch.nproc, most, config.launch.rdzv, wait, _secret_of(config))
 
 
-def _secret_for(config: Config, reference: str | None) -> RunSecret | None:
+def _secret_of(config: Config) -> RunSecret | None:
     from paceline.launch.secret import find_secret
 
-    return None if config.launch.rdzv is None else find_secret(reference)
+    return None if config.launch.rdzv is None else find_secret(config.launch.secret)
 
 
 def measure(

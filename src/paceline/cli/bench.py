@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.bench_wire import wire
-from paceline.cli.options import Machines, MeetingPlace, Patience, SecretFile
+from paceline.cli.options import Machines, MeetingPlace, Patience, SecretFile, file_reference
 
 if TYPE_CHECKING:
     from paceline.bench.launching import Place
@@ -109,7 +109,7 @@ def comm(
         rdzv=rdzv,
         wait=wait,
         device=device,
-        secret_file=secret_file,
+        secret=file_reference(secret_file),
     )
     problems = place_problems(request, place.nproc, place.nnodes)
     problems += check_outputs([("--json", json_file), ("--plot", plot)])

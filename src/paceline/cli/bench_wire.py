@@ -16,6 +16,7 @@ from paceline.cli.options import (
     Patience,
     SecretFile,
     Spread,
+    file_reference,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def wire(
         "launch.nproc": nproc,
         "launch.nnodes": nnodes,
         "launch.rdzv": rdzv,
-        "launch.secret": None if secret_file is None else f"file:{secret_file}",
+        "launch.secret": file_reference(secret_file),
         "layout": layout,
     }
     read = _read_config(config, overrides or [], given)

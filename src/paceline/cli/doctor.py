@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import ConfigFile, MeetingPlace, Overrides, Patience, SecretFile
+from paceline.cli.options import (
+    ConfigFile,
+    MeetingPlace,
+    Overrides,
+    Patience,
+    SecretFile,
+    file_reference,
+)
 
 
 def doctor(
@@ -43,7 +50,8 @@ def doctor(
         if value is not None
     }
     if secret_file is not None:
-        flags[f"launch.secret=file:{secret_file}"] = f"--secret-file {secret_file}"
+        named = f"launch.secret={file_reference(secret_file)}"
+        flags[named] = f"--secret-file {secret_file}"
     try:
         sound = _examine(config, overrides or [], flags, wait, as_json)
     except KeyboardInterrupt:

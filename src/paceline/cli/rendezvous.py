@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import SecretFile
+from paceline.cli.options import SecretFile, file_reference
 
 
 def rendezvous(
@@ -24,11 +24,13 @@ def rendezvous(
     import socket
 
     from paceline.config.endpoints import Endpoint
+    from paceline.config.secrets import Secret
     from paceline.errors import LaunchError
     from paceline.launch.secret import find_secret, open_to_strangers
 
     host = socket.gethostname()
-    found = find_secret(None if secret_file is None else f"file:{secret_file}")
+    reference = file_reference(secret_file)
+    found = find_secret(None if reference is None else Secret(reference))
     if (warning := open_to_strangers([Endpoint(host, port)], found)) is not None:
         typer.echo(f"warning: {warning}", err=True)
     from paceline.launch.stores import LineLost, serve_meeting

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.console import say
-from paceline.cli.options import Overrides, SecretFile, Spread
+from paceline.cli.options import Overrides, SecretFile, Spread, file_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +84,7 @@ def train(
         "--nproc": ("launch.nproc", nproc),
         "--nnodes": ("launch.nnodes", nnodes),
         "--rdzv": ("launch.rdzv", rdzv),
-        "--secret-file": ("launch.secret", secret_file and f"file:{secret_file}"),
+        "--secret-file": ("launch.secret", file_reference(secret_file)),
         "--layout": ("layout", layout),
         "--max-restarts": ("launch.max_restarts", max_restarts),
     }
@@ -93,7 +93,7 @@ def train(
         script=script,
         script_arguments=script_arguments,
         flags={
-            f"{k}={v}": f"{flag} {v.removeprefix('file:')}"
+            f"{k}={v}": f"{flag} {secret_file if flag == '--secret-file' else v}"
             for flag, (k, v) in flags.items()
             if v is not None
         },

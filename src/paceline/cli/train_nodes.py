@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
 
 _NOT_COMPARED = ("launch.rdzv", "launch.secret")
 """Keys that each machine may spell in its own way."""
-_CREDENTIALS = re.compile(
-    r"^checkpoint\.storage\.|(secret|token|passw|credential|api_?key|access_?key)", re.IGNORECASE
-)
-_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
@@ -232,12 +227,6 @@ def asked_of(config: Mapping[str, Any], **more: str) -> dict[str, str]:
         for key, value in compared.items()
     }
     return {**flat, "paceline's version": __version__, **more}
-
-
-def _shown(key: str, value: Any) -> str:
-    if _CREDENTIALS.search(key):
-        return "not given" if value is None else "given"
-    return _USER_IN_URL.sub("…", repr(value))
 
 
 def places_for(config: Config) -> Callable[[int], int]:

@@ -77,17 +77,6 @@ def node_range(value: int | str) -> tuple[int, int]:
     return low, high
 
 
-def _secret_place(value: str) -> str:
-    kind, _, where = value.partition(":")
-    if kind in ("file", "env") and where:
-        return value
-    # Without the value: it may well be the secret itself.
-    raise ValueError(
-        "must say where the secret is, file:PATH or env:NAME, and not be the secret itself: a "
-        "config is copied and shown"
-    )
-
-
 def _nodes(value: int | str) -> int | str:
     low, high = node_range(value)
     return low if low == high else f"{low}:{high}"
@@ -167,7 +156,6 @@ def _checkpoint_url(value: str) -> str:
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 OptimizerName = Annotated[str, AfterValidator(_optimizer_name)]
 LayoutText = Annotated[str, AfterValidator(_layout)]
-SecretPlace = Annotated[str, AfterValidator(_secret_place)]
 Nodes = Annotated[int | str, AfterValidator(_nodes)]
 RunName = Annotated[str, AfterValidator(_name)]
 Args = Annotated[dict[str, Any], AfterValidator(_plain), AfterValidator(_without_credentials)]

@@ -389,9 +389,9 @@ class Launch(Section):
         description="Where machines meet, HOST:PORT; further ones after commas stand in for the "
         "first. Needed for more than one machine.",
     )
-    secret: SecretPlace | None = Field(
+    secret: Secret | None = Field(
         default=None,
-        description="Where the secret that the machines share is, file:PATH or env:NAME: only who "
+        description="Where the secret that the machines share is, file:/path or env:NAME: only who "
         "has it may take part. null: PACELINE_SECRET_FILE or PACELINE_SECRET, if set.",
     )
     max_restarts: int = Field(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import ssl
-import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from paceline.config.endpoints import Endpoint
+from paceline.config.secrets import Secret
 from paceline.errors import ConfigError
 from paceline.launch.listening import is_loopback
 
 VARIABLE = "PACELINE_SECRET"
 FILE_VARIABLE = "PACELINE_SECRET_FILE"
 _LEAST_CHARACTERS = 32
-_MOST_BYTES = 4096
 _MAKE = "Make one with: paceline secret FILE"
 
 
@@ -57,25 +56,18 @@ def make_secret(path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from error
 
 
-def find_secret(
-    reference: str | None, environ: Mapping[str, str] | None = None
-) -> RunSecret | None:
-    """The secret of a run: by ``file:PATH`` or ``env:NAME``, else by the environment, else none.
+def find_secret(named: Secret | None, environ: Mapping[str, str] | None = None) -> RunSecret | None:
+    """The secret of a run: the one that the config names, else the environment's, else none.
 
     The environment's are ``PACELINE_SECRET_FILE`` and ``PACELINE_SECRET``. Raises ConfigError for
     a file that others can read, for one that is not there, and for a secret that could be guessed.
     """
     env = os.environ if environ is None else environ
-    if reference is None:
-        if env.get(FILE_VARIABLE):
-            return _from_file(env[FILE_VARIABLE], f"{FILE_VARIABLE}={env[FILE_VARIABLE]}")
-        return _from_variable(VARIABLE, env, VARIABLE) if env.get(VARIABLE) else None
-    kind, _, where = reference.partition(":")
-    if kind == "file" and where:
-        return _from_file(where, f"launch.secret=file:{where}")
-    if kind == "env" and where:
-        return _from_variable(where, env, f"launch.secret=env:{where}")
-    raise ConfigError("launch.secret must be file:PATH or env:NAME.")
+    if named is None and env.get(FILE_VARIABLE):
+        named = Secret(f"file:{os.path.abspath(os.path.expanduser(env[FILE_VARIABLE]))}")
+    if named is None and env.get(VARIABLE):
+        return _checked(env[VARIABLE], f"env:{VARIABLE}")
+    return None if named is None else _checked(named.reveal(), str(named))
 
 
 def open_to_strangers(places: Sequence[Endpoint], secret: RunSecret | None) -> str | None:
@@ -90,34 +82,8 @@ def open_to_strangers(places: Sequence[Endpoint], secret: RunSecret | None) -> s
     )
 
 
-def _from_file(path: str, source: str) -> RunSecret:
-    try:
-        # Opened first and looked at then: what is checked is what is read.
-        with open(os.path.expanduser(path), "rb") as file:
-            facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode):
-                raise ConfigError(f"{source}: is not a file. {_MAKE}")
-            if facts.st_mode & 0o077:
-                raise ConfigError(
-                    f"{source}: others can read it (mode {stat.S_IMODE(facts.st_mode):04o}). Run: "
-                    f"chmod 600 {path}; and if others may have read it, make a new one."
-                )
-            text = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{source}: {error.strerror or error}. {_MAKE}") from None
-    return _checked(text, source)
-
-
-def _from_variable(name: str, env: Mapping[str, str], source: str) -> RunSecret:
-    if not env.get(name):
-        raise ConfigError(f"{source}: the variable {name} is not set on this machine.")
-    return _checked(env[name].encode(), source)
-
-
-def _checked(text: bytes, source: str) -> RunSecret:
-    value = text.strip()
-    if len(text) > _MOST_BYTES:
-        raise ConfigError(f"{source}: is longer than {_MOST_BYTES} bytes. {_MAKE}")
+def _checked(text: str, source: str) -> RunSecret:
+    value = text.strip().encode()
     # Whoever connects sees a certificate that follows from it, and could try out guesses at home.
     if len(value) < _LEAST_CHARACTERS or len(set(value)) < _LEAST_CHARACTERS // 4:
         raise ConfigError(
