@@ -26,8 +26,8 @@ class BadMessage(ValueError):
 
 def encode(message: Any) -> str:
     """A dataclass, or what JSON knows, as one line of text."""
-    data = dataclasses.asdict(message) if dataclasses.is_dataclass(message) else message
-    return json.dumps(data)  # type: ignore[arg-type]
+    is_record = dataclasses.is_dataclass(message) and not isinstance(message, type)
+    return json.dumps(dataclasses.asdict(message) if is_record else message)
 
 
 def decode(kind: type[T], text: str | bytes) -> T:
@@ -38,8 +38,10 @@ def decode(kind: type[T], text: str | bytes) -> T:
     """
     if len(text) > MOST_BYTES:
         raise BadMessage(f"a message of {len(text)} bytes, more than any of ours has")
+    known: Any = kind
     try:
-        return _adapter(kind).validate_json(text, strict=True)
+        found: T = _adapter(known).validate_json(text, strict=True)
+        return found
     except ValidationError as error:
         raise _bad(kind, error) from None
 
