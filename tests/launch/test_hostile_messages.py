@@ -18,6 +18,7 @@ import pytest
 from node_cases import wait_for
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
+from paceline.checkpoint.memory.background import Worker
 from paceline.cli.train_nodes import Nodes
 from paceline.diagnose.hangs import stand_in
 from paceline.diagnose.hangs.board import Board
@@ -328,3 +329,14 @@ def test_messages_come_out_as_they_went_in() -> None:
     for odd in (b"1.5", b"\xff", b"9" * 100, b"0x1", b""):
         with pytest.raises(BadMessage):
             decode_number(odd)
+
+
+def test_a_snapshot_that_fails_does_not_end_the_thread_that_keeps_them(capfd) -> None:
+    background = Worker()
+    done: list[int] = []
+    for job in (lambda: 1 // 0, lambda: done.append(1)):
+        background.begin(job)
+        background.wait()
+    background.end()
+    assert done == [1]
+    assert "a snapshot was not kept: ZeroDivisionError" in capfd.readouterr().err

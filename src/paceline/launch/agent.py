@@ -33,6 +33,7 @@ from paceline.events import Event, RanksStarted
 from paceline.launch import codes, failure, telling
 from paceline.launch.crew import Crew
 from paceline.launch.logs import RankLogs, node_folder
+from paceline.launch.messages import BadMessage
 from paceline.launch.overseer import Overseer, Started, Stuck
 from paceline.launch.policy import Decision, Ending, decide
 from paceline.launch.processes import Starter
@@ -156,7 +157,7 @@ class Agent(SimpleElasticAgent):
             except WaitingStopped:
                 self._stop_if_asked()
                 raise
-            except (OSError, RuntimeError) as error:
+            except (BadMessage, OSError, RuntimeError) as error:
                 if isinstance(self._rounds, LocalRendezvous):
                     raise
                 # One of them was gone before the world had formed.
