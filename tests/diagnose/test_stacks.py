@@ -86,8 +86,8 @@ def test_stack_of_the_main_thread_from_another() -> None:
 
 PROGRAM = """
 import ctypes, sys, threading
-from paceline.diagnose.hangs.stacks import stack_file
-print(stack_file(), threading.main_thread().ident, flush=True)
+from paceline.diagnose.hangs.stacks import prepare_stack_file
+prepare_stack_file(); print(threading.main_thread().ident, flush=True)
 def held():
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
@@ -103,7 +103,7 @@ def test_a_process_that_cannot_speak_is_seen_from_outside(tmp_path: Path) -> Non
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        path, thread = process.stdout.readline().split()
+        thread = process.stdout.readline()
         beat = Beat(
             rank=1,
             world=(0, 1),
@@ -114,10 +114,11 @@ def test_a_process_that_cannot_speak_is_seen_from_outside(tmp_path: Path) -> Non
             still=0.0,
             moves=0,
             main_thread=int(thread),
-            stack_file=path,
         )
         deadline = time.monotonic() + 30
-        while (report := report_on(beat)).stack[-1:] == () or report.stack[-1].function != "held":
+        while (report := report_on(beat, process.pid)).stack[-1:] == () or report.stack[
+            -1
+        ].function != "held":
             assert time.monotonic() < deadline, report
             time.sleep(0.1)
         assert report.state == SILENT
@@ -125,11 +126,11 @@ def test_a_process_that_cannot_speak_is_seen_from_outside(tmp_path: Path) -> Non
         assert process.poll() is None  # it was asked, not harmed
 
         os.kill(process.pid, signal.SIGSTOP)
-        while report_on(beat).state != STOPPED:
+        while report_on(beat, process.pid).state != STOPPED:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
         process.kill()
         process.stdout.close()
         process.wait()
-    assert report_on(beat).state == GONE
+    assert report_on(beat, process.pid).state == GONE

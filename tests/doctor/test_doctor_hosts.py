@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline.launch.secret import make_secret
 from paceline.testing.hosts import Host, Hosts, hosts_available
 
 pytestmark = [
@@ -76,6 +77,7 @@ def problems(report: dict[str, Any]) -> dict[str, list[str]]:
 def test_faults_are_named(tmp_path: Path) -> None:
     private = tmp_path / "private"
     private.mkdir()
+    make_secret(tmp_path / "secret")
     with Hosts(3, private=[private]) as hosts:
         done = hosts[0].run(["sh", "-c", NO_CONNECTIONS_FROM_HERE], capture_output=True, text=True)
         if done.returncode != 0:
@@ -84,7 +86,7 @@ def test_faults_are_named(tmp_path: Path) -> None:
         results = examine(
             hosts,
             tmp_path,
-            *("--nnodes=3", "--rdzv=host0:29400", "--wait=120"),
+            *("--nnodes=3", "--rdzv=host0:29400", "--wait=120", "--secret-file=secret"),
             f"--set=track.run_dir={private}/runs",
             own={2: ["--set=seed=5"]},
             env={1: {"GLOO_SOCKET_IFNAME": "lo"}},
@@ -113,6 +115,7 @@ def test_machine_that_cannot_come(tmp_path: Path) -> None:
     assert problems(report) == problems(other)
     assert set(problems(report)) == {"meeting"}
     assert "2 of 3 came: host0, host1" in problems(report)["meeting"][0]
+    assert "without a secret" in problems(report)["meeting"][1]
     [speed] = report["facts"]["speeds"]
     assert speed["rate"] > 10e6
     assert cut_off == 1

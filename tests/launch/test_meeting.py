@@ -22,12 +22,15 @@ from paceline.events import Event, NodeJoined, NodeLeft, Note
 from paceline.launch import news, place
 from paceline.launch.gathering import NotTheSameRun, RunHooks, Settings
 from paceline.launch.liveness import Beats
+from paceline.launch.logs import LogName
 from paceline.launch.meeting import Meeting
 from paceline.launch.members import Member, Run, agree, gone, joined
+from paceline.launch.messages import encode
 from paceline.launch.news import LogTail, Mailbox
 from paceline.launch.place import Places
 from paceline.launch.presence import Waiters
 from paceline.launch.rounds import WaitingStopped
+from paceline.launch.secret import RunSecret
 from paceline.launch.stores import Line, LineLost, LineRefused, serve, serve_meeting
 
 TIMEOUT = 5.0
@@ -157,10 +160,13 @@ def test_logs_are_sent_in_pieces_and_too_much_is_left_out(
     monkeypatch.setattr(news, "LOG_BYTES_BEHIND", 30)
     kept: dict[str, bytes] = {}
 
-    def keep(name: str, data: bytes) -> None:
-        kept[name] = kept.get(name, b"") + data
+    def keep(name: LogName, host: str, data: bytes) -> None:
+        path = str(name.path(Path(), host))
+        kept[path] = kept.get(path, b"") + data
 
     main, other = Mailbox(lambda _: None, keep), Mailbox(lambda _: None, keep)
+    for node, mailbox in enumerate((main, other)):
+        mailbox.new_round(["a", "b"], node)
     other.logs = LogTail(tmp_path, "b")
     log = tmp_path / "node1-b" / "rank1.log"
     log.parent.mkdir()
@@ -223,9 +229,8 @@ def test_the_second_candidate_waits_its_turn_and_then_serves(
     book.line.close()
     # The first one is back, and its world is the later one: ours is given up.
     server = serve_meeting(absent.host, absent.port)
-    server.set(
-        "run0/current", '{"world": "w", "generation": 1, "round": 4, "hosts": ["a"], "asked": {}}'
-    )
+    current = place.Current("w", 1, 4, ["a"], {}, Run("/runs/x", "x"))
+    server.store.set("run0/current", encode(current))
     found = places.find(time.monotonic() + 30, lambda: None)
     assert found.current() is not None
     assert not places.serves
@@ -291,6 +296,9 @@ class Launcher:
         for tether in (self.meeting._tether, self.meeting._tethers):
             if tether is not None:
                 tether.close()
+        for served in (self.meeting._server, self.meeting._server_before):
+            if served is not None:
+                served.close()
         self.meeting._server = self.meeting._server_before = None
         self.meeting.door.places.stop_serving()
 
@@ -300,9 +308,11 @@ class Town:
 
     def __init__(self) -> None:
         self.port = free_port()
+        self.secret: RunSecret | None = None
         self.launchers: list[Launcher] = []
 
     def start(self, name: str, least: int = 1, most: int = 3, **more: Any) -> Launcher:
+        more.setdefault("secret", self.secret)
         settings = Settings(
             [Endpoint("127.0.0.1", self.port)],
             least,
@@ -415,7 +425,7 @@ def test_a_world_outlives_its_meeting_place_and_is_found_at_the_next(town: Town)
     first = town.start("a")
     met(first, "a")
     assert not first.meeting.door.places.serves
-    del server
+    server.close()
     time.sleep(2)
     assert first.meeting.lost() is None
     server = serve_meeting("127.0.0.1", town.port)
@@ -453,3 +463,50 @@ def test_a_machine_that_cannot_take_part_says_so_to_all(town: Town) -> None:
     kinds = sorted(type(one.error).__name__ for one in (first, second))
     assert kinds == ["ConfigError", "RendezvousClosedError"]
     assert all("checkpoints cannot be seen here" in str(one.error) for one in (first, second))
+
+
+# With a secret.
+
+
+def secret(text: str) -> RunSecret:
+    return RunSecret((text * 20).encode(), f"the secret {text}")
+
+
+def test_with_a_secret_launchers_meet_lose_each_other_and_meet_again(town: Town) -> None:
+    town.secret = secret("abcdefgh")
+    first = town.start("a")
+    met(first, "a")
+    second, third = town.start("b"), town.start("c")
+    wait_for(lambda: len(first.worlds[-1]) == 3, "all three", 60)
+    second.vanish()
+    met(first, "a", "c")
+    met(third, "a", "c")
+    first.meeting.close_for_all("done")
+    wait_for(lambda: third.error, "the end", 30)
+    assert isinstance(third.error, RendezvousClosedError)
+
+
+def test_who_has_another_secret_or_none_does_not_get_in_and_disturbs_nobody(town: Town) -> None:
+    town.secret = secret("abcdefgh")
+    first = town.start("a")
+    met(first, "a")
+    others = [
+        town.start("b", secret=secret("ijklmnop"), rejoin_timeout=3.0),
+        town.start("c", secret=None, rejoin_timeout=3.0),
+    ]
+    for other in others:
+        wait_for(lambda other=other: other.error, "the end of waiting", 60)
+        assert isinstance(other.error, RendezvousTimeoutError)
+        assert other.worlds == []
+    assert "has another secret than the secret ijklmnop" in str(others[0].error)
+    assert first.worlds == [["a"]]
+    assert first.meeting.lost() is None
+
+
+def test_who_has_a_secret_does_not_join_a_place_without_one(town: Town) -> None:
+    first = town.start("a")
+    met(first, "a")
+    other = town.start("b", secret=secret("abcdefgh"), rejoin_timeout=2.0)
+    wait_for(lambda: other.error, "the end of waiting", 60)
+    assert "was it started without?" in str(other.error)
+    assert first.worlds == [["a"]]

@@ -19,6 +19,7 @@ from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.config import Config
+    from paceline.launch.secret import RunSecret
 
 _GRACE = 5.0
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -32,10 +33,17 @@ class Place:
     nnodes: int = 1
     rdzv: str | None = None
     wait: float = 60.0
+    secret: RunSecret | None = None
 
 
 def read_place(
-    *, nproc: str | None, nnodes: str | None, rdzv: str | None, wait: float, device: str
+    *,
+    nproc: str | None,
+    nnodes: str | None,
+    rdzv: str | None,
+    wait: float,
+    device: str,
+    secret: str | None = None,
 ) -> Place:
     """What the command line says of the ranks, checked as ``paceline train`` checks it."""
     from paceline.config import load
@@ -44,7 +52,7 @@ def read_place(
     from paceline.config.fields import node_range
     from paceline.config.resolving import nproc_of
 
-    given = {"nproc": nproc, "nnodes": nnodes, "rdzv": rdzv}
+    given = {"nproc": nproc, "nnodes": nnodes, "rdzv": rdzv, "secret": secret}
     flags = {f"launch.{k}={v}": f"--{k} {v}" for k, v in given.items() if v is not None}
     try:
         config = load(None, [*flags, f"launch.device={device}"])
@@ -76,7 +84,7 @@ def read_place(
         )
     if problems:
         raise ConfigError(problems)
-    return Place(ranks, most, config.launch.rdzv, wait)
+    return Place(ranks, most, config.launch.rdzv, wait, _secret_of(config))
 
 
 def place_of(config: Config, wait: float) -> Place:
@@ -95,7 +103,13 @@ def place_of(config: Config, wait: float) -> Place:
     if problems:
         raise ConfigError(problems)
     assert isinstance(config.launch.nproc, int)
-    return Place(config.launch.nproc, most, config.launch.rdzv, wait)
+    return Place(config.launch.nproc, most, config.launch.rdzv, wait, _secret_of(config))
+
+
+def _secret_of(config: Config) -> RunSecret | None:
+    from paceline.launch.secret import find_secret
+
+    return None if config.launch.rdzv is None else find_secret(config.launch.secret)
 
 
 def measure(
@@ -169,8 +183,11 @@ def _meet(
     from paceline.launch.gathering import RunHooks, Settings
     from paceline.launch.meeting import Meeting
     from paceline.launch.members import Run
+    from paceline.launch.secret import open_to_strangers
 
     assert place.rdzv is not None
+    if (warning := open_to_strangers(endpoints(place.rdzv), place.secret)) is not None:
+        say(f"warning: {warning}")
     meeting = Meeting(
         Settings(
             places=endpoints(place.rdzv),
@@ -179,13 +196,14 @@ def _meet(
             rejoin_timeout=place.wait,
             nproc=place.nproc,
             asked={**asked, "paceline's version": __version__},
+            secret=place.secret,
         ),
         # No run, no folder, no events: only ranks that meet.
         RunHooks(
             make=lambda: Run("", uuid.uuid4().hex),
             take=lambda run: None,
             write=lambda event: None,
-            keep_log=lambda name, data: None,
+            keep_log=lambda name, host, data: None,
             notice=say,
         ),
     )

@@ -18,6 +18,7 @@ from paceline.cli.diagnose import diagnose
 from paceline.cli.doctor import doctor
 from paceline.cli.rendezvous import rendezvous
 from paceline.cli.schedule import schedule
+from paceline.cli.secret import secret
 from paceline.cli.train import train
 from paceline.cli.train_usage import TrainCommand
 from paceline.cli.verify import verify
@@ -54,6 +55,7 @@ def _common(
 app.command(cls=TrainCommand)(train)
 app.command()(verify)
 app.command()(rendezvous)
+app.command()(secret)
 app.command()(schedule)
 app.command()(doctor)
 app.command()(diagnose)

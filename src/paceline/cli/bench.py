@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.bench_wire import wire
-from paceline.cli.options import Machines, MeetingPlace, Patience
+from paceline.cli.options import Machines, MeetingPlace, Patience, SecretFile, file_reference
 
 if TYPE_CHECKING:
     from paceline.bench.launching import Place
@@ -39,6 +39,7 @@ def comm(
     ] = None,
     nnodes: Machines = None,
     rdzv: MeetingPlace = None,
+    secret_file: SecretFile = None,
     wait: Patience = 60.0,
     collectives: Annotated[
         str,
@@ -102,7 +103,14 @@ def comm(
         seconds=seconds,
         pairs=pairs,
     )
-    place = read_place(nproc=nproc, nnodes=nnodes, rdzv=rdzv, wait=wait, device=device)
+    place = read_place(
+        nproc=nproc,
+        nnodes=nnodes,
+        rdzv=rdzv,
+        wait=wait,
+        device=device,
+        secret=file_reference(secret_file),
+    )
     problems = place_problems(request, place.nproc, place.nnodes)
     problems += check_outputs([("--json", json_file), ("--plot", plot)])
     if problems:

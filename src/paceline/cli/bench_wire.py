@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import ConfigFile, Machines, MeetingPlace, Overrides, Patience, Spread
+from paceline.cli.options import (
+    ConfigFile,
+    Machines,
+    MeetingPlace,
+    Overrides,
+    Patience,
+    SecretFile,
+    Spread,
+    file_reference,
+)
 
 if TYPE_CHECKING:
     from paceline.bench.launching import Place
@@ -23,6 +32,7 @@ def wire(
     ] = None,
     nnodes: Machines = None,
     rdzv: MeetingPlace = None,
+    secret_file: SecretFile = None,
     layout: Spread = None,
     wait: Patience = 60.0,
     formats: Annotated[
@@ -58,7 +68,13 @@ def wire(
     from paceline.bench.wire_request import read_wire_request
     from paceline.errors import ConfigError
 
-    given = {"launch.nproc": nproc, "launch.nnodes": nnodes, "launch.rdzv": rdzv, "layout": layout}
+    given = {
+        "launch.nproc": nproc,
+        "launch.nnodes": nnodes,
+        "launch.rdzv": rdzv,
+        "launch.secret": file_reference(secret_file),
+        "layout": layout,
+    }
     read = _read_config(config, overrides or [], given)
     if problems := check_outputs([("--json", json_file)]):
         raise ConfigError(problems)

@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import ConfigFile, MeetingPlace, Overrides, Patience
+from paceline.cli.options import (
+    ConfigFile,
+    MeetingPlace,
+    Overrides,
+    Patience,
+    SecretFile,
+    file_reference,
+)
 
 
 def doctor(
@@ -24,6 +31,7 @@ def doctor(
         ),
     ] = None,
     rdzv: MeetingPlace = None,
+    secret_file: SecretFile = None,
     wait: Patience = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
     overrides: Overrides = None,
@@ -41,6 +49,9 @@ def doctor(
         for name, value in given.items()
         if value is not None
     }
+    if secret_file is not None:
+        named = f"launch.secret={file_reference(secret_file)}"
+        flags[named] = f"--secret-file {secret_file}"
     try:
         sound = _examine(config, overrides or [], flags, wait, as_json)
     except KeyboardInterrupt:

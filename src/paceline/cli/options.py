@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -39,6 +40,19 @@ Machines = Annotated[
 MeetingPlace = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: one of the machines.")
 ]
+SecretFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="The secret that the machines share; make it with: paceline secret FILE",
+    ),
+]
 Patience = Annotated[
     float, typer.Option(metavar="SECONDS", help="How long to wait for the other machines.")
 ]
+
+
+def file_reference(secret_file: str | None) -> str | None:
+    """What ``--secret-file FILE`` stands for in a config: its ``launch.secret``."""
+    path = None if secret_file is None else os.path.abspath(os.path.expanduser(secret_file))
+    return None if path is None else f"file:{path}"

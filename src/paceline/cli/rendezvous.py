@@ -8,9 +8,12 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.options import SecretFile, file_reference
+
 
 def rendezvous(
     port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535)] = 29400,
+    secret_file: SecretFile = None,
 ) -> None:
     """Serve the place where launchers of several machines meet, until Ctrl-C.
 
@@ -20,18 +23,30 @@ def rendezvous(
     """
     import socket
 
+    from paceline.config.endpoints import Endpoint
+    from paceline.config.secrets import Secret
     from paceline.errors import LaunchError
+    from paceline.launch.secret import find_secret, open_to_strangers
+
+    host = socket.gethostname()
+    reference = file_reference(secret_file)
+    found = find_secret(None if reference is None else Secret(reference))
+    if (warning := open_to_strangers([Endpoint(host, port)], found)) is not None:
+        typer.echo(f"warning: {warning}", err=True)
     from paceline.launch.stores import LineLost, serve_meeting
+    from paceline.launch.tunnel import Tunnel
 
     ended = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: ended.set())
     try:
-        store = serve_meeting("0.0.0.0", port)
+        store = serve_meeting("", port, None if found is None else Tunnel(found))
     except LineLost as error:
         raise LaunchError(f"--port {port}: cannot serve there: {error}") from None
-    host = socket.gethostname()
-    typer.echo(f"serving at port {port}: paceline train … --rdzv {host}:{port} on each machine")
+    more = f" --secret-file {secret_file}" if secret_file else ""
+    typer.echo(
+        f"serving at port {port}: paceline train … --rdzv {host}:{port}{more} on each machine"
+    )
     while not ended.wait(3600):
         pass
-    del store
+    store.close()

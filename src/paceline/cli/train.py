@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.console import say
-from paceline.cli.options import Overrides, Spread
+from paceline.cli.options import Overrides, SecretFile, Spread, file_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +55,7 @@ def train(
             metavar="HOST:PORT", help="Where they meet; further ones after commas stand in."
         ),
     ] = None,
+    secret_file: SecretFile = None,
     layout: Spread = None,
     on: Annotated[
         str, typer.Option(metavar="PLACE", help=f"Where the ranks run: {', '.join(_PLACES)}.")
@@ -83,6 +84,7 @@ def train(
         "--nproc": ("launch.nproc", nproc),
         "--nnodes": ("launch.nnodes", nnodes),
         "--rdzv": ("launch.rdzv", rdzv),
+        "--secret-file": ("launch.secret", file_reference(secret_file)),
         "--layout": ("layout", layout),
         "--max-restarts": ("launch.max_restarts", max_restarts),
     }
@@ -90,7 +92,11 @@ def train(
         configs=config,
         script=script,
         script_arguments=script_arguments,
-        flags={f"{k}={v}": f"{flag} {v}" for flag, (k, v) in flags.items() if v is not None},
+        flags={
+            f"{k}={v}": f"{flag} {secret_file if flag == '--secret-file' else v}"
+            for flag, (k, v) in flags.items()
+            if v is not None
+        },
         overrides=list(overrides or []),
         resume=resume,
         run_dir=run_dir,

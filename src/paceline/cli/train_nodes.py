@@ -17,14 +17,16 @@ from paceline.config.secret_words import shown
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import Event, EventLog
 from paceline.launch.run_folder import RunFolder, has_mark
+from paceline.launch.secret import find_secret, open_to_strangers
 from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.config import Config
+    from paceline.launch.logs import LogName
     from paceline.launch.meeting import Meeting
     from paceline.launch.members import Run
 
-_NOT_COMPARED = ("launch.rdzv", "code")
+_NOT_COMPARED = ("launch.rdzv", "launch.secret", "code")
 """Keys that each machine may spell in its own way."""
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
@@ -136,10 +138,10 @@ class Nodes:
             self._stack.callback(self._log.close)
         self._log.write(event)
 
-    def keep_log(self, name: str, data: bytes) -> None:
+    def keep_log(self, name: LogName, host: str, data: bytes) -> None:
         """Append to the copy of a log of another machine."""
         assert self.run is not None
-        path = self.run.logs / name
+        path = name.path(self.run.logs, host)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
             file.write(data)
@@ -192,7 +194,10 @@ def meet(
         rejoin_timeout=launch.rejoin_timeout,
         nproc=launch.nproc,
         asked=asked,
+        secret=find_secret(launch.secret),
     )
+    if (warning := open_to_strangers(settings.places, settings.secret)) is not None:
+        _say(f"warning: {warning}")
     if len(settings.places) > 1 and 2 * least <= most:
         _say(
             f"warning: launch.rdzv names a stand-in, and {least} of {most} machines may go on "

@@ -389,6 +389,11 @@ class Launch(Section):
         description="Where machines meet, HOST:PORT; further ones after commas stand in for the "
         "first. Needed for more than one machine.",
     )
+    secret: Secret | None = Field(
+        default=None,
+        description="Where the secret that the machines share is, file:/path or env:NAME: only who "
+        "has it may take part. null: PACELINE_SECRET_FILE or PACELINE_SECRET, if set.",
+    )
     max_restarts: int = Field(
         default=3, ge=0, description="How often a run that failed is started again by itself."
     )

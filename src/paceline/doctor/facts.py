@@ -232,6 +232,8 @@ class Meeting:
     came: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
     """Machines that came and were gone (or silent) later, and during what."""
+    open: str = ""
+    """What is open to strangers there, and how to close it."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from paceline.config.resolving import nproc_of, on_gpu, world_of
 from paceline.doctor.facts import Plan
 from paceline.doctor.facts_folders import Wanted
 from paceline.errors import ConfigError, LayoutError
+from paceline.launch.secret import RunSecret, find_secret
 from paceline.layout import Layout
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(:|//)")
@@ -33,6 +34,7 @@ class Asked:
     hash: str
     folders: tuple[Wanted, ...]
     rdzv: tuple[Endpoint, ...]
+    secret: RunSecret | None = None
 
 
 def gather_config(
@@ -54,7 +56,11 @@ def gather_config(
             config = load(source, overrides)
     if config is None:
         return Asked(Plan(source=source or "", problems=problems), None, "", (), ())
+    secret: RunSecret | None = None
+    if config.launch.rdzv is not None:
+        secret = find_secret(config.launch.secret)
     return Asked(
+        secret=secret,
         plan=_plan(source or "", problems, config),
         config=config,
         hash=_hash(config),
@@ -104,9 +110,10 @@ def _copies_of_state(config: Config, ranks: int) -> float:
 def _hash(config: Config) -> str:
     """Of the values alone: on each machine the file may lie somewhere else."""
     values = config.model_dump()
-    # Machines may have different numbers of ranks.
-    values["launch"].pop("nproc", None)
-    values.pop("code", None)  # where each of them has its modules
+    # Machines may have different numbers of ranks, keep the secret elsewhere, and their modules.
+    for key in ("nproc", "secret"):
+        values["launch"].pop(key, None)
+    values.pop("code", None)
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 
 from paceline.doctor.facts import Facts, Interface, Link, Machine, Network
 from paceline.doctor.finding import Finding, failed, ok, warning
+from paceline.launch.listening import is_loopback
 
 
 def interfaces(facts: Facts) -> list[Finding]:
@@ -114,13 +114,3 @@ def interface_of(network: Network, address: str) -> str:
     if is_loopback(address):
         return "lo"
     return next((i.name for i in network.interfaces if address in i.addresses), "")
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address (or ``localhost``) means the machine itself."""
-    if address in ("localhost", "ip6-localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(address.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return False

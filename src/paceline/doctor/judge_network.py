@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from paceline.doctor.facts import Facts, Link, Machine, Meeting, Speed
 from paceline.doctor.finding import Finding, counted, failed, ok, rate, seconds, warning
-from paceline.doctor.judge_interfaces import is_loopback
+from paceline.launch.listening import is_loopback
 
 SLOW_LOOKUP_S = 1.0
 MOST_CLOCK_OFFSET_S = 1.0
@@ -22,8 +22,9 @@ def meeting(facts: Facts) -> list[Finding]:
     met = facts.meeting
     if met is None:
         return []
+    openness = [_open_to_strangers(met)] if met.open else []
     if met.place != "met":
-        return [_no_meeting(met)]
+        return [_no_meeting(met), *openness]
     came = f"{len(met.came)} of {met.most} came: {', '.join(met.came)}"
     where = f" (meeting at {met.endpoint}, served by {met.host})"
     findings = []
@@ -49,7 +50,12 @@ def meeting(facts: Facts) -> list[Finding]:
         )
         for name, phase in met.left.items()
     ]
-    return findings
+    return [*findings, *openness]
+
+
+def _open_to_strangers(met: Meeting) -> Finding:
+    what, _, fix = met.open.partition(" To close it: ")
+    return warning("meeting", what, f"{fix[:1].upper()}{fix[1:]}.")
 
 
 def _no_meeting(met: Meeting) -> Finding:

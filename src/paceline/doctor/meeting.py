@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,7 +19,10 @@ from paceline.doctor import facts
 from paceline.doctor.facts_network import look_up
 from paceline.doctor.links import connect
 from paceline.errors import PacelineError
-from paceline.launch.stores import IDENTITY, is_this_machine
+from paceline.launch.listening import is_this_machine
+from paceline.launch.secret import RunSecret
+from paceline.launch.stores import IDENTITY, LineLost, ServedStore
+from paceline.launch.tunnel import Tunnel, WrongSecret
 
 PREFIX = "paceline-doctor"
 GREETING = f"{PREFIX}/here"
@@ -54,12 +56,26 @@ class Meeting:
     connects to it, as torch waits without end for something else that listens there.
     """
 
-    def __init__(self, host: str, port: int, wait: float, who_serves: WhoServes) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        wait: float,
+        who_serves: WhoServes,
+        secret: RunSecret | None = None,
+    ) -> None:
         self.endpoint = f"{host}:{port}"
         self._host, self._port = host, port
+        self._tunnel = None if secret is None else Tunnel(secret)
+        self._served: ServedStore | None = None
         self._deadline = time.monotonic() + wait
         self.serves = False
-        self._open_store: Store | None = self._open(who_serves)
+        self._open_store: Store | None = None
+        try:
+            self._open_store = self._open(who_serves)
+        except BaseException:
+            self.close()
+            raise
         self.number = self._add("count", 1) - 1
         self.present: list[int] = []
         self.left: dict[int, str] = {}
@@ -115,6 +131,18 @@ class Meeting:
     def close(self) -> None:
         """Let go of the store; the machine that serves it closes its port with that."""
         self._open_store = None
+        if self._served is not None:
+            self._served.close()
+            self._served = None
+        if self._tunnel is not None:
+            self._tunnel.close()
+
+    @property
+    def store_place(self) -> tuple[str, int]:
+        """Where processes of this machine get to the store of the meeting."""
+        tunnel = self._tunnel
+        where = self._host, self._port
+        return where if tunnel is None else tunnel.reach(*where)
 
     # The store.
 
@@ -141,16 +169,23 @@ class Meeting:
         lookup = look_up([self._host])[0]
         if lookup.error:
             raise NotMet("unresolved", f"the name {self._host!r} does not resolve: {lookup.error}")
-        if is_this_machine(self._host) and (server := _serve(self._host, self._port)) is not None:
-            self.serves = True
-            server.set(GREETING, "here")
-            return PrefixStore(PREFIX, server)
+        if is_this_machine(self._host) and (served := self._serve()) is not None:
+            self.serves, self._served = True, served
+            served.store.set(GREETING, "here")
+            return PrefixStore(PREFIX, served.store)
         self._knock()
-        server_there = who_serves(self._host, self._port, {"doctor": GREETING, "run": IDENTITY})
+        server_there = who_serves(*self.store_place, {"doctor": GREETING, "run": IDENTITY})
         if server_there != "doctor":
             what = "a run's meeting" if server_there == "run" else "something else than a doctor"
             raise NotMet("taken", f"{what} is at port {self._port} already")
-        return PrefixStore(PREFIX, _store(self._host, self._port))
+        return PrefixStore(PREFIX, _store(*self.store_place))
+
+    def _serve(self) -> ServedStore | None:
+        """A store at this machine's port; ``None`` where another process has it."""
+        try:
+            return ServedStore(self._host, self._port, self._tunnel)
+        except LineLost:
+            return None
 
     def _knock(self) -> None:
         """Wait until somebody listens there; else say what connecting to it shows."""
@@ -158,6 +193,7 @@ class Meeting:
             connection, tried = connect(self._host, self._port)
             if connection is not None:
                 connection.close()
+                self._check_secret()
                 return
             if time.monotonic() > self._deadline:
                 place: facts.Place = "unreachable"
@@ -166,13 +202,27 @@ class Meeting:
                 raise NotMet(place, _knocking_in_words(place, tried.error))
             time.sleep(_RETRY_S)
 
+    def _check_secret(self) -> None:
+        if self._tunnel is None:
+            return
+        try:
+            self._tunnel.knock(self._host, self._port, _STORE_TIMEOUT_S)
+        except WrongSecret as error:
+            raise NotMet("taken", str(error)) from None
+        except OSError as error:
+            raise NotMet("unreachable", str(error)) from None
+
     def _set(self, key: str, value: Any) -> None:
         with _telling():
             self._store.set(key, json.dumps(value))
 
     def _get(self, key: str) -> Any:
         with _telling():
-            return json.loads(self._store.get(key))
+            text = self._store.get(key)
+        try:
+            return json.loads(text)
+        except ValueError:  # a stranger's: as good as no answer
+            raise Gone(f"what stands under {key} is no message of a doctor") from None
 
     def _has(self, key: str) -> bool:
         with _telling():
@@ -189,24 +239,6 @@ def _telling() -> Any:
         yield
     except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
         raise Gone(f"the machine that serves the meeting is gone: {error}") from error
-
-
-def _serve(host: str, port: int) -> TCPStore | None:
-    """A store at this machine's ``port``; ``None`` where another process has it."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    try:
-        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
-    except OSError:
-        return None
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=_STORE_TIMEOUT_S),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _store(host: str, port: int) -> TCPStore:

@@ -22,10 +22,12 @@ from paceline.doctor.examine import (
 from paceline.doctor.facts import Clock, Facts, Link, Machine, Network, Seen, Speed
 from paceline.doctor.facts_folders import Tokens
 from paceline.doctor.facts_network import address_towards, gather_network, look_up
-from paceline.doctor.judge_interfaces import gloo_choice, interface_of, is_loopback
+from paceline.doctor.judge_interfaces import gloo_choice, interface_of
 from paceline.doctor.links import Echo, try_link
 from paceline.doctor.meeting import PREFIX, Gone, Meeting, NotMet
 from paceline.doctor.pairing import distinct_names, rounds
+from paceline.launch.listening import is_loopback
+from paceline.launch.secret import open_to_strangers
 
 # Reading machines' own facts may take torch's import and the build of a model.
 _FACTS_TIMEOUT_S = 180.0
@@ -57,7 +59,12 @@ class _Found:
 def examine_together(own: OwnMachine, request: Request) -> Facts:
     """Meet the other machines at the config's ``launch.rdzv`` and gather facts with them."""
     plan, endpoint = own.asked.plan, own.asked.rdzv[0]
-    how = facts.Meeting(str(endpoint), least=plan.least_nodes, most=plan.most_nodes)
+    how = facts.Meeting(
+        str(endpoint),
+        least=plan.least_nodes,
+        most=plan.most_nodes,
+        open=open_to_strangers(own.asked.rdzv, own.asked.secret) or "",
+    )
     request.say(f"waiting up to {request.wait:g} s for {plan.most_nodes} machines at {endpoint}")
     with contextlib.ExitStack() as stack:
         echo = Echo()
@@ -66,7 +73,9 @@ def examine_together(own: OwnMachine, request: Request) -> Facts:
         stack.callback(tokens.remove_folders)
         stack.callback(tokens.clean_up)
         try:
-            meeting = Meeting(endpoint.host, endpoint.port, request.wait, own.who_serves)
+            meeting = Meeting(
+                endpoint.host, endpoint.port, request.wait, own.who_serves, own.asked.secret
+            )
         except NotMet as reason:
             how = replace(how, place=reason.place, detail=reason.detail)
             return replace(examine_alone(own, tokens), meeting=how)
@@ -223,7 +232,7 @@ class _Together:
             backend=backend,
             rank=0 if self.meeting.number == first else 1,
             size=2,
-            store={"host": self.place.host, "port": self.place.port},
+            store=dict(zip(("host", "port"), self.meeting.store_place, strict=True)),
             prefix=f"{PREFIX}/pair/{first}-{second}",
             patience_s=COLLECTIVE_TIMEOUT_S,
             device="cpu" if backend == "gloo" else "cuda:0",

@@ -23,6 +23,7 @@ from paceline.wire import LocalSteps
 from paceline.wire.local_steps import fragments_of
 from paceline.world import World
 from paceline.world.group import backend_by_device
+from paceline.world.sealing import sealed
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -403,5 +404,6 @@ def _make_wire(world: World) -> Wire:
         return Wire(None)
     group = world.everyone.process_group
     if backend_by_device(group).get(world.device.type) == "nccl":
-        return Wire(dist.new_group(timeout=world.timeout))
+        with sealed(dist.get_backend()):
+            return Wire(dist.new_group(timeout=world.timeout))
     return Wire(world.background_group("local steps"))

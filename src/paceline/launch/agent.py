@@ -32,7 +32,8 @@ from paceline.errors import LaunchError
 from paceline.events import Event, RanksStarted
 from paceline.launch import codes, failure, telling
 from paceline.launch.crew import Crew
-from paceline.launch.logs import RankLogs
+from paceline.launch.logs import RankLogs, node_folder
+from paceline.launch.messages import BadMessage
 from paceline.launch.overseer import Overseer, Started, Stuck
 from paceline.launch.policy import Decision, Ending, decide
 from paceline.launch.processes import Starter
@@ -156,7 +157,7 @@ class Agent(SimpleElasticAgent):
             except WaitingStopped:
                 self._stop_if_asked()
                 raise
-            except (OSError, RuntimeError) as error:
+            except (BadMessage, OSError, RuntimeError) as error:
                 if isinstance(self._rounds, LocalRendezvous):
                     raise
                 # One of them was gone before the world had formed.
@@ -168,7 +169,7 @@ class Agent(SimpleElasticAgent):
         place, idle = self._find_place(worker_group)
         nodes = self._rounds.nodes
         several = len(nodes) > 1 and self._job.node_logs
-        folder = f"node{self._node}-{self._job.host}" if several else ""
+        folder = node_folder(self._node, self._job.host) if several else ""
         self._rank_logs.begin(place.ranks, node=folder)
         self._steps.mark()
         self._started_at = time.monotonic()

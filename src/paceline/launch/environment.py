@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import WorldError
+from paceline.launch.listening import is_loopback
 
 # Any of these says that a launcher started this process. MASTER_ADDR alone does not: it is an
 # address that clusters export everywhere, not a place in a world.
 _MEMBERSHIP = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_LOOPBACK = ("localhost", "::1")
 FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"
 """How many collectives torch remembers; it looks before the first process group is made."""
 COLLECTIVES_REMEMBERED = 256
@@ -101,7 +101,7 @@ def _rendezvous(env: Mapping[str, str], size: int) -> tuple[str | None, int | No
 
 def _local(env: Mapping[str, str], rank: int, size: int, address: str | None) -> tuple[int, int]:
     """Rank and number of ranks on this machine, by the rule in :func:`read_environment`."""
-    one_machine = size == 1 or _is_loopback(address)
+    one_machine = size == 1 or (address is not None and is_loopback(address))
     if "LOCAL_WORLD_SIZE" in env:
         local_size = _number(env, "LOCAL_WORLD_SIZE", minimum=1)
     elif one_machine:
@@ -120,10 +120,6 @@ def _local(env: Mapping[str, str], rank: int, size: int, address: str | None) ->
     local_rank = _number(env, "LOCAL_RANK", default=rank % local_size)
     _below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
     return local_rank, local_size
-
-
-def _is_loopback(address: str | None) -> bool:
-    return address is not None and (address in _LOOPBACK or address.startswith("127."))
 
 
 def _number(

@@ -22,7 +22,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
@@ -32,10 +31,14 @@ from paceline.config.endpoints import Endpoint
 from paceline.errors import ConfigError
 from paceline.events import Event
 from paceline.launch import liveness
-from paceline.launch.members import Member, Run, World, different, read_run
+from paceline.launch.logs import LogName
+from paceline.launch.members import Member, Run, World, different
 from paceline.launch.place import Book, Current, Places
+from paceline.launch.rendezvous_state import JsonBackend
 from paceline.launch.rounds import WaitingStopped
+from paceline.launch.secret import RunSecret
 from paceline.launch.stores import GuardedStore, Line, LineLost
+from paceline.launch.tunnel import Tunnel
 
 LAST_CALL_SECONDS = 3.0
 """How long a world that has its least number of nodes waits for more."""
@@ -80,6 +83,8 @@ class Settings:
     rejoin_timeout: float = 600.0
     nproc: int = 1
     asked: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    secret: RunSecret | None = None
+    """Who has it may take part; ``None``: whoever reaches the place may."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +93,13 @@ class RunHooks:
 
     ``make`` makes the run's folder, on the first round's node 0. ``take`` makes this machine ready
     for a run that another machine made; it raises ConfigError where it cannot be part of it.
-    ``write`` appends to the run's events, ``keep_log`` to the copy of another node's log.
+    ``write`` appends to the run's events, ``keep_log`` to the copy of a log of another host.
     """
 
     make: Callable[[], Run]
     take: Callable[[Run], None]
     write: Callable[[Event], None]
-    keep_log: Callable[[str, bytes], None]
+    keep_log: Callable[[LogName, str, bytes], None]
     notice: Callable[[str], None]
 
 
@@ -108,7 +113,9 @@ class Gathering:
         self.settings, self._hooks = settings, hooks
         self.id = uuid.uuid4().hex
         self.host = socket.gethostname()
-        self.places = Places(settings.places, liveness.line_patience(settings.node_timeout))
+        self.tunnel = None if settings.secret is None else Tunnel(settings.secret, hooks.notice)
+        patience = liveness.line_patience(settings.node_timeout)
+        self.places = Places(settings.places, patience, self.tunnel)
         self.run: Run | None = None
         self.round = -1
         self.node = -1
@@ -149,7 +156,7 @@ class Gathering:
         handler = DynamicRendezvousHandler.from_backend(
             run_id=book.rendezvous_id(generation),
             store=store,
-            backend=C10dRendezvousBackend(store, book.rendezvous_id(generation)),
+            backend=JsonBackend(store, book.rendezvous_id(generation), self._hooks.notice),
             min_nodes=self.settings.least,
             max_nodes=max(self.settings.least, most),
             local_addr=self.id,
@@ -230,8 +237,8 @@ class Gathering:
         first = Member("", current.hosts[0], "", 1, 0, asked=current.asked)
         if first.asked != dict(self.settings.asked):
             raise NotTheSameRun(different(self.as_member(0, None), first))
-        run = read_run(current.run)
-        if run is not None and run != self.run:
+        run = current.run
+        if run != self.run:
             self._hooks.take(run)
             self.run = run
 

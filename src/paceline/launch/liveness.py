@@ -6,13 +6,14 @@ not matter to a world that runs. Beats are counters, not times: clocks need not 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.launch.endurance import Endurance, to_stderr
+from paceline.launch.messages import decode, decode_number, decode_text
 from paceline.launch.news import Mailbox
 from paceline.launch.tether import Tethers
 
@@ -93,11 +94,13 @@ def look(store: Store, node: int, nodes: int) -> Seen:
     """Give a sign of life and look for those of the others."""
     store.add(f"{_ALIVE}{node}", 1)
     keys = [f"{_ALIVE}{i}" for i in range(nodes)] + [f"{LEFT}{i}" for i in range(nodes)]
-    values = [value.decode() for value in store.multi_get([*keys, OVER, WAITING])]
-    *rest, over, waiting = values
-    left = {i: why for i, why in enumerate(rest[nodes:]) if why}
+    *rest, over, waiting = map(bytes, store.multi_get([*keys, OVER, WAITING]))
+    left = {i: decode_text(why) for i, why in enumerate(rest[nodes:]) if why}
     return Seen(
-        [int(v) for v in rest[:nodes]], left, json.loads(over) if over else {}, int(waiting)
+        [decode_number(count) for count in rest[:nodes]],
+        left,
+        decode(dict[str, str], over) if over else {},
+        decode_number(waiting),
     )
 
 
@@ -114,10 +117,12 @@ class RoundWatch:
         timeout: float,
         mailbox: Mailbox,
         tethers: Tethers | None = None,
+        notice: Callable[[str], None] = to_stderr,
     ) -> None:
         self._connect, self._line = connect, line
         self._node, self._hosts, self._timeout = node, list(hosts), timeout
         self._mailbox, self._tethers = mailbox, tethers
+        self._endurance = Endurance("the watch over the nodes", notice)
         self._beats = Beats(len(hosts), node, timeout, time.monotonic())
         self._reached = time.monotonic()
         self._stop = threading.Event()
@@ -172,7 +177,8 @@ class RoundWatch:
         beat = beat_seconds(self._timeout)
         while True:
             last = self._stop.wait(beat)
-            self._once()
+            with self._endurance.turn():
+                self._once()
             if last:
                 return
 
@@ -182,7 +188,8 @@ class RoundWatch:
             self._line_is_lost = False
             nodes = len(self._hosts)
             seen = self._line.call(lambda store: look(store, self._node, nodes))
-            self._mailbox.exchange(self._line, is_main=self._node == 0)
+            with self._endurance.turn("exchanging news", but=(ConnectionError, KeyError)):
+                self._mailbox.exchange(self._line, is_main=self._node == 0)
         except (ConnectionError, KeyError) as error:
             self._line_is_lost = True
             self._note_lost_line(error)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 _POLL_SECONDS = 0.05
@@ -23,6 +25,47 @@ def next_attempt(log_dir: Path) -> int:
     while any(attempt_folder(log_dir, attempt).glob("rank*.log")):
         attempt += 1
     return attempt
+
+
+def node_folder(node: int, host: str) -> str:
+    """The name of the folder with the logs of a node; of its host's name, what a file may have."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", host)[:100].lstrip(".") or "unnamed"
+    return f"node{node}-{plain}"
+
+
+@dataclass(frozen=True)
+class LogName:
+    """Which log: of what rank, started the how-manieth time, as which node.
+
+    Numbers alone, so that a message about a log cannot name any other file.
+    """
+
+    node: int
+    rank: int
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.node < 10**6 and 0 <= self.rank < 10**7 and 0 <= self.attempt < 10**6):
+            raise ValueError(f"no such log: {self}")
+
+    def path(self, log_dir: Path, host: str) -> Path:
+        """Where it lies, or its copy does, under ``log_dir``; ``host`` is the machine it is of."""
+        folder = attempt_folder(log_dir / node_folder(self.node, host), self.attempt)
+        return folder / f"rank{self.rank}.log"
+
+    @staticmethod
+    def of(path: Path, log_dir: Path, host: str) -> LogName | None:
+        """The name of the log at ``path``; ``None`` where that is no log of a rank of ``host``."""
+        found = _LOG_PATH.fullmatch(path.relative_to(log_dir).as_posix())
+        if found is None:
+            return None
+        name = LogName(int(found["node"]), int(found["rank"]), int(found["attempt"] or 0))
+        return name if name.path(log_dir, host) == path else None
+
+
+_LOG_PATH = re.compile(
+    r"node(?P<node>\d{1,6})-[^/]+/(attempt(?P<attempt>\d{1,6})/)?rank(?P<rank>\d{1,7})\.log"
+)
 
 
 class RankLogs:

@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousInfo,
@@ -43,25 +41,39 @@ from paceline.launch.gathering import (
     Settings,
     StartOver,
 )
+from paceline.launch.listening import listen
 from paceline.launch.liveness import RoundWatch
-from paceline.launch.members import Member, Run, World, agree, different, gone, joined, read_run
+from paceline.launch.members import Member, Run, World, agree, different, gone, joined
+from paceline.launch.messages import BadMessage, decode, encode
 from paceline.launch.news import Mailbox
 from paceline.launch.place import Book, Current
 from paceline.launch.presence import Presence
 from paceline.launch.rounds import Rounds
-from paceline.launch.stores import GuardedStore, Line, serve
+from paceline.launch.stores import GuardedStore, Line, ServedStore
 from paceline.launch.tether import Tether, Tethers
+from paceline.launch.tunnel import Gate
 
 _LINGER_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = 0.3
 _TROUBLES = (
+    BadMessage,
     ConnectionError,
     KeyError,
     RendezvousConnectionError,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What node 0 says of a world that forms: the ports it serves, the run, a name for it."""
+
+    port: int
+    tether: int
+    run: Run
+    world: str
 
 
 class Meeting(Rounds):
@@ -71,11 +83,13 @@ class Meeting(Rounds):
         self.settings, self._hooks = settings, hooks
         self.patience = settings.node_timeout + liveness.beat_seconds(settings.node_timeout)
         self.door = Gathering(settings, hooks)
-        self.mailbox = Mailbox(hooks.write, hooks.keep_log)
+        self.mailbox = Mailbox(hooks.write, hooks.keep_log, hooks.notice)
         self._line_patience = liveness.line_patience(settings.node_timeout)
         self._prepared: RendezvousInfo | None = None
-        self._server: TCPStore | None = None
-        self._server_before: TCPStore | None = None
+        self._server: ServedStore | None = None
+        self._server_before: ServedStore | None = None
+        self._served_at: tuple[str, int] | None = None
+        self._tether_gate: Gate | None = None
         self._made: Run | None = None
         self._watch: RoundWatch | None = None
         self._presence: Presence | None = None
@@ -143,15 +157,13 @@ class Meeting(Rounds):
         """Leave for good."""
         if self.door.node == 0 and self.door.world is not None and len(self.door.world.members) > 1:
             self._linger(reason)
-        self._end_round(reason)
-        self._server_before = None
-        self.door.places.stop_serving()
+        self._close(reason)
 
     def close_for_all(self, reason: str) -> None:
         """The run is over everywhere."""
         self.door.closed = self.door.closed or reason
         if self._watch is not None:
-            self._watch.say(liveness.OVER, json.dumps({"closed": reason, "by": self.door.host}))
+            self._watch.say(liveness.OVER, encode({"closed": reason, "by": self.door.host}))
         if self._presence is not None:
             self._presence.close(reason)
         elif (book := self.door.places.look()) is not None:
@@ -192,9 +204,7 @@ class Meeting(Rounds):
         """Let go of everything; the others have a moment to take what they need from our store."""
         if self.door.node == 0 or self.door.places.serves:
             self._linger("ended")
-        self._end_round("ended")
-        self._server_before = None
-        self.door.places.stop_serving()
+        self._close("ended")
         return True
 
     # ------------------------------------------------------------- meeting
@@ -256,27 +266,19 @@ class Meeting(Rounds):
             self._made = run  # where this world does not come about, the next one takes it
             if world.run is not None and self.door.run != world.run:
                 self._hooks.take(run)
-            self._server = serve(address, 0)
-            liveness.prepare(self._server, size)
-            self._tethers = Tethers(address)
-            terms: dict[str, Any] = {
-                "port": self._server.port,
-                "tether": self._tethers.port,
-                "run": dataclasses.asdict(run),
-                "world": uuid.uuid4().hex,
-            }
-            book.put(f"terms/{generation}", json.dumps(terms))
+            terms = self._serve_round(address, size, run)
+            book.put(f"terms/{generation}", encode(terms))
         else:
-            terms = json.loads(self.door.wait_for(book, f"terms/{generation}", asks))
-            found = read_run(terms["run"])
-            assert found is not None
-            run = found
+            terms = decode(Terms, self.door.wait_for(book, f"terms/{generation}", asks))
+            run = terms.run
             if run != self.door.run:
                 self._hooks.take(run)
-        line = Line(address, terms["port"], self._line_patience)
+        self._served_at = (address, terms.port)
+        line = self._line_to_round(self._served_at)
         if node != 0:
             with contextlib.suppress(OSError):  # a help, not a need
-                self._tether = Tether(address, terms["tether"], node, self._line_patience)
+                where = self._from_here(address, terms.tether)
+                self._tether = Tether(*where, node, self._line_patience)
         try:
             self._meet_in_round(line, node, size, asks)
         except BaseException:
@@ -284,6 +286,30 @@ class Meeting(Rounds):
             raise
         world = dataclasses.replace(world, run=run)
         return self._begin(book, generation, world, node, terms, line)
+
+    def _serve_round(self, address: str, size: int, run: Run) -> Terms:
+        """Serve the store of the round, and the other ends of tethers, to the others."""
+        tunnel = self.door.tunnel
+        self._server = ServedStore(address, 0, tunnel)
+        liveness.prepare(self._server.store, size)
+        if tunnel is None:
+            self._tethers = Tethers(listen(address, 0), size, self._hooks.notice)
+            port = self._tethers.port
+        else:
+            inside, same = tunnel.private_listener()
+            self._tethers = Tethers(inside, size, self._hooks.notice)
+            tunnel.lock(same)
+            self._tether_gate = tunnel.expose(listen(address, 0), self._tethers.port)
+            port = self._tether_gate.port
+        return Terms(self._server.port, port, run, uuid.uuid4().hex)
+
+    def _line_to_round(self, where: tuple[str, int]) -> Line:
+        return Line(*where, self._line_patience, self.door.tunnel)
+
+    def _from_here(self, address: str, port: int) -> tuple[str, int]:
+        """Where processes of this machine get to what node 0 serves there."""
+        tunnel = self.door.tunnel
+        return (address, port) if tunnel is None else tunnel.reach(address, port)
 
     def _meet_in_round(self, line: Line, node: int, size: int, asks: Callable[[], None]) -> None:
         """Nobody is in before all are: whoever cannot reach the round's store is found out here."""
@@ -301,35 +327,36 @@ class Meeting(Rounds):
         generation: int,
         world: World,
         node: int,
-        terms: dict[str, Any],
+        terms: Terms,
         line: Line,
     ) -> RendezvousInfo:
         run, first = world.run, world.members[0]
         assert run is not None
         current = Current(
-            world=terms["world"],
+            world=terms.world,
             generation=generation,
             round=world.round,
             hosts=world.hosts,
             asked=dict(self.settings.asked),
-            run=dataclasses.asdict(run),
+            run=run,
         )
         left_before = self._left_before
         self.door.world, self.door.world_id = world, current.world
         self.door.run, self.door.round, self.door.node = run, world.round, node
-        self.mailbox.new_round()
+        self.mailbox.new_round(world.hosts, node)
         if node == 0:
             book.write_current(current)
             self.mailbox.write_pending()
             self._tell_changes(world, left_before)
         watch = self._watch = RoundWatch(
-            lambda: Line(first.address, terms["port"], self._line_patience),
+            lambda: self._line_to_round((first.address, terms.port)),
             line,
             node=node,
             hosts=world.hosts,
             timeout=self.settings.node_timeout,
             mailbox=self.mailbox,
             tethers=self._tethers,
+            notice=self._hooks.notice,
         )
         self._presence = Presence(
             self.door.places,
@@ -339,9 +366,10 @@ class Meeting(Rounds):
             has_room=len(world.members) < self.settings.most,
             timeout=self.settings.node_timeout,
             tell_waiting=lambda count: watch.say(liveness.WAITING, str(count)),
+            notice=self._hooks.notice,
         )
         self._agents_store = GuardedStore(
-            Line(first.address, terms["port"], self._line_patience),
+            self._line_to_round((first.address, terms.port)),
             lambda: None,
             self.settings.node_timeout,
             prefix="agent",
@@ -350,7 +378,7 @@ class Meeting(Rounds):
             self._agents_store,
             node,
             len(world.members),
-            RendezvousStoreInfo(first.address, terms["port"]),
+            RendezvousStoreInfo(*self._from_here(first.address, terms.port)),
         )
 
     def _tell_changes(self, world: World, left_before: Mapping[str, str]) -> None:
@@ -374,14 +402,29 @@ class Meeting(Rounds):
             self._left_before = {world.members[i].id: why for i, why in watch.left.items()}
         if presence is not None:
             presence.stop()
-        for held in (self._agents_store, self._tether, self._tethers):
+        for held in (self._agents_store, self._tether, self._tether_gate, self._tethers):
             if held is not None:
                 held.close()
-        self._tether = self._tethers = None
+        self._tether = self._tethers = self._tether_gate = None
         # The others may not have heard yet why the round is over: its store stays for one more.
+        self._close_server_before()
         self._server_before, self._server = self._server, None
-        self._agents_store = None
+        if self.door.tunnel is not None and self._served_at is not None:
+            self.door.tunnel.forget(*self._served_at)
+        self._agents_store = self._served_at = None
         return expected
+
+    def _close_server_before(self) -> None:
+        if self._server_before is not None:
+            self._server_before.close()
+        self._server_before = None
+
+    def _close(self, reason: str) -> None:
+        self._end_round(reason)
+        self._close_server_before()
+        self.door.places.stop_serving()
+        if self.door.tunnel is not None:
+            self.door.tunnel.close()
 
     def _linger(self, reason: str) -> None:
         """Keep serving until the others are done with the round, or a moment has passed."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.launch.listening import is_loopback
+from paceline.launch.messages import decode, encode
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,12 @@ class Member:
 
     def to_json(self) -> str:
         """The member as text."""
-        return json.dumps(dataclasses.asdict(self))
+        return encode(self)
 
     @staticmethod
     def from_json(text: str | bytes) -> Member:
-        """A member from its text."""
-        data = json.loads(text)
-        return Member(**{**data, "run": read_run(data["run"])})
+        """A member from its text; raises ``BadMessage`` where it is none."""
+        return decode(Member, text)
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,6 @@ class World:
     def hosts(self) -> list[str]:
         """Their host names, by node rank."""
         return [member.host for member in self.members]
-
-
-def read_run(data: Mapping[str, Any] | None) -> Run | None:
-    """A run from what ``dataclasses.asdict`` made of it."""
-    return None if data is None else Run(**{**data, "places": tuple(data["places"])})
 
 
 def agree(members: Sequence[Member]) -> World:
@@ -126,12 +119,12 @@ def _with_addresses(members: Sequence[Member]) -> list[Member]:
     The machine that serves the meeting may reach itself by a loopback address (many have their own
     name there in /etc/hosts): then it is where the others have found it.
     """
-    if all(_is_loopback(member.address) for member in members):
+    if all(is_loopback(member.address) for member in members):
         return list(members)  # several launchers on one machine
-    known = next((m.meeting_address for m in members if not _is_loopback(m.meeting_address)), None)
+    known = next((m.meeting_address for m in members if not is_loopback(m.meeting_address)), None)
     found = []
     for member in members:
-        if not _is_loopback(member.address):
+        if not is_loopback(member.address):
             found.append(member)
         elif member.hosts_meeting and known is not None:
             found.append(dataclasses.replace(member, address=known))
@@ -142,10 +135,3 @@ def _with_addresses(members: Sequence[Member]) -> list[Member]:
                 "by an address of its network: --rdzv ADDRESS:PORT."
             )
     return found
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return address == "localhost"

@@ -9,15 +9,19 @@ ranks come the same way, at a bounded rate, so that all are in one place.
 from __future__ import annotations
 
 import base64
-import json
+import binascii
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.events import Event
+from paceline.launch.endurance import Endurance
+from paceline.launch.logs import LogName, node_folder
+from paceline.launch.messages import BadMessage, check, decode, encode
 
 if TYPE_CHECKING:
     from paceline.launch.stores import Line
@@ -32,11 +36,42 @@ _COUNT, _TAKEN = "news/count", "news/taken"
 _KEPT = 1000  # of the events that wait to be delivered; older ones go first
 
 
-class Mailbox:
-    """This launcher's news: ``post`` from any thread, ``exchange`` from the one that watches."""
+@dataclass(frozen=True)
+class Told:
+    """An event on its way; of those with the same ``id`` one is written."""
 
-    def __init__(self, write: Callable[[Event], None], keep_log: Callable[[str, bytes], None]):
+    event: str
+    id: str
+
+
+@dataclass(frozen=True)
+class LogPiece:
+    """What was added to a log of the node with number ``sender`` in this round, in base64."""
+
+    log: LogName
+    sender: int
+    data: str
+
+
+class Mailbox:
+    """This launcher's news: ``post`` from any thread, ``exchange`` from the one that watches.
+
+    What others have delivered may be anything, and ``write`` and ``keep_log`` may fail (a full
+    disk): each piece of news is taken, or reported to ``notice`` and left out, and never in the way
+    of the next.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Event], None],
+        keep_log: Callable[[LogName, str, bytes], None],
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
         self._write, self._keep_log = write, keep_log
+        who = "the launcher"
+        self._endurance = Endurance(who) if notice is None else Endurance(who, notice)
+        self._hosts: list[str] = []
+        self._node = 0
         self._pending: deque[tuple[str, Event]] = deque(maxlen=_KEPT)
         self._on_its_way: list[tuple[int, str, Event]] = []
         self._known: set[str] = set()
@@ -44,8 +79,12 @@ class Mailbox:
         self._taken = 0
         self.logs: LogTail | None = None
 
-    def new_round(self) -> None:
-        """The store is a fresh one: nothing has been taken from it."""
+    def new_round(self, hosts: Sequence[str] = (), node: int = 0) -> None:
+        """The store is a fresh one, of these hosts, of which we are the one with number ``node``.
+
+        Nothing has been taken from it.
+        """
+        self._hosts, self._node = list(hosts), node
         self._taken = 0
         with self._lock:
             again = [(identity, event) for _, identity, event in self._on_its_way]
@@ -71,7 +110,7 @@ class Mailbox:
             return
         while (first := self._first()) is not None:
             identity, event = first
-            text = json.dumps({"event": event.to_json(), "id": identity})
+            text = encode(Told(event.to_json(), identity))
             number = line.call(lambda store, text=text: append(store, text))  # type: ignore[misc]
             self._on_its_way.append((number, identity, event))
             with self._lock:
@@ -79,16 +118,22 @@ class Mailbox:
         if self._on_its_way:
             taken = line.call(lambda store: store.add(_TAKEN, 0))
             self._on_its_way = [item for item in self._on_its_way if item[0] > taken]
-        if self.logs is not None and (chunk := self.logs.peek()) is not None:
-            line.call(lambda store: append(store, json.dumps(chunk)))
-            self.logs.sent(chunk)
+        with self._endurance.turn("sending logs to node 0", but=(ConnectionError, KeyError)):
+            self._send_logs(line)
 
     def write_pending(self) -> None:
         """This launcher is the one that writes now."""
         while (first := self._first()) is not None:
-            self._write_once(*first)
+            with self._endurance.turn("writing an event"):
+                self._write_once(*first)
             with self._lock:
                 self._pending.popleft()
+
+    def _send_logs(self, line: Line) -> None:
+        if self.logs is not None and (chunk := self.logs.peek()) is not None:
+            piece = LogPiece(chunk.name, self._node, base64.b64encode(chunk.data).decode())
+            line.call(lambda store: append(store, encode(piece)))
+            self.logs.sent(chunk)
 
     def _first(self) -> tuple[str, Event] | None:
         with self._lock:
@@ -103,7 +148,8 @@ class Mailbox:
             except KeyError:
                 text = None  # whoever was about to tell it died before it had
             if text is not None:
-                self._deliver(json.loads(text))
+                with self._endurance.turn("a piece of news was left out"):
+                    self._deliver(text)
             line.call(lambda store: store.add(_TAKEN, 1))
             self._taken = number
 
@@ -112,28 +158,47 @@ class Mailbox:
             self._known.add(identity)
             self._write(event)
 
-    def _deliver(self, item: dict[str, Any]) -> None:
-        if "event" in item:
-            event = Event.from_json(item["event"])
+    def _deliver(self, text: bytes) -> None:
+        item: Told | LogPiece = decode(Told | LogPiece, text)  # type: ignore[arg-type]
+        if isinstance(item, Told):
+            event = Event.from_json(item.event)
             if event is not None:
-                self._write_once(item["id"], event)
-        else:
-            self._keep_log(item["log"], base64.b64decode(item["data"]))
+                self._write_once(item.id, check(event))
+            return
+        if not 0 <= item.sender < len(self._hosts) or item.sender == self._node:
+            raise BadMessage(f"a log of node {item.sender}, which is no other node of this world")
+        try:
+            data = base64.b64decode(item.data, validate=True)
+        except binascii.Error as error:
+            raise BadMessage(f"a log that is not base64: {error}") from None
+        self._keep_log(item.log, self._hosts[item.sender], data)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a log that ends at byte ``end`` of the file at ``path``."""
+
+    name: LogName
+    data: bytes
+    path: Path
+    end: int
 
 
 class LogTail:
-    """What has been added to the logs of ``host``, which lie in ``folder/node<k>-<host>``."""
+    """What has been added to the logs of the ranks of ``host``, which lie under ``folder``."""
 
     def __init__(self, folder: Path, host: str) -> None:
         self._folder, self._host = folder, host
         self._offsets: dict[Path, int] = {}
 
-    def peek(self) -> dict[str, Any] | None:
+    def peek(self) -> Chunk | None:
         """The next piece of a log that has not been sent yet, ``None`` when all has."""
-        for path in sorted(self._folder.glob(f"node*-{self._host}/**/*.log")):
+        ours = node_folder(0, self._host).removeprefix("node0-")
+        for path in sorted(self._folder.glob(f"node*-{ours}/**/rank*.log")):
+            name = LogName.of(path, self._folder, self._host)
             offset = self._offsets.get(path, 0)
             behind = path.stat().st_size - offset
-            if behind <= 0:
+            if name is None or behind <= 0:
                 continue
             note = b""
             if behind > LOG_BYTES_BEHIND:
@@ -143,17 +208,12 @@ class LogTail:
             with open(path, "rb") as file:
                 file.seek(offset)
                 data = file.read(LOG_BYTES_AT_ONCE)
-            return {
-                "log": str(path.relative_to(self._folder)),
-                "data": base64.b64encode(note + data).decode(),
-                "path": str(path),
-                "end": offset + len(data),
-            }
+            return Chunk(name, note + data, path, offset + len(data))
         return None
 
-    def sent(self, chunk: dict[str, Any]) -> None:
+    def sent(self, chunk: Chunk) -> None:
         """A piece has been delivered."""
-        self._offsets[Path(chunk["path"])] = chunk["end"]
+        self._offsets[chunk.path] = chunk.end
 
 
 def append(store: Store, text: str) -> int:
@@ -163,8 +223,8 @@ def append(store: Store, text: str) -> int:
     return int(number)
 
 
-def take(store: Store, number: int) -> str:
-    """The text with this number, which then is gone from the store."""
-    text = bytes(store.get(f"news/{number}")).decode()
+def take(store: Store, number: int) -> bytes:
+    """What was left under this number, which then is gone from the store."""
+    text = bytes(store.get(f"news/{number}"))
     store.delete_key(f"news/{number}")
     return text

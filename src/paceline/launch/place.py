@@ -8,28 +8,32 @@ the world makes room for them.
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from dataclasses import dataclass
 
 from paceline.config.endpoints import Endpoint
+from paceline.launch.listening import is_this_machine
+from paceline.launch.members import Run
+from paceline.launch.messages import BadMessage, decode, decode_number, decode_text, encode
 from paceline.launch.stores import (
     IDENTITY,
     Line,
     LineLost,
-    is_this_machine,
+    ServedStore,
+    StrangerThere,
     reach,
     serve_meeting,
 )
+from paceline.launch.tunnel import Tunnel
 
 TURN_SECONDS = 5.0
 """How long each further candidate waits for the ones before it, before it serves the meeting."""
 _RETRY_SECONDS = 0.3
+_MOST_WAITING = 1000
+"""Newcomers that are looked for; a count that says more is not one of ours."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Current:
     round: int
     hosts: list[str]
     asked: dict[str, str]
-    run: dict[str, Any] = field(default_factory=dict)
+    run: Run
 
 
 class Book:
@@ -53,19 +57,19 @@ class Book:
 
     def __init__(self, line: Line) -> None:
         self.line = line
-        self.identity = line.call(lambda store: store.get(IDENTITY)).decode()
-        self._session = int(self._get("session") or 0)
+        self.identity = decode_text(line.call(lambda store: store.get(IDENTITY)))
+        self._session = self._number("session")
 
     # What is there.
 
     def current(self) -> Current | None:
         """The latest world, ``None`` before the first one."""
         text = self._get(self._key("current"))
-        return Current(**json.loads(text)) if text else None
+        return decode(Current, text) if text else None
 
     def generation(self) -> int:
         """The generation that forms, or has formed."""
-        return int(self._get(self._key("generation")) or 0)
+        return self._number(self._key("generation"))
 
     def has_formed(self, generation: int) -> bool:
         """Whether that generation's world is complete."""
@@ -73,7 +77,7 @@ class Book:
 
     def expected(self, generation: int) -> int:
         """How many launchers are known to be on their way there; 0 when nobody knows."""
-        return int(self._get(self._key(f"expected/{generation}")) or 0)
+        return self._number(self._key(f"expected/{generation}"))
 
     def closed(self) -> str | None:
         """Why the run is over, ``None`` while it is not."""
@@ -99,13 +103,13 @@ class Book:
 
     def write_current(self, current: Current) -> None:
         """A world has formed: for newcomers to read."""
-        self.line.call(lambda s: s.set(self._key("current"), json.dumps(current.__dict__)))
+        self.line.call(lambda s: s.set(self._key("current"), encode(current)))
         self._count(f"formed/{current.generation}", 1)
 
     def adopt(self, current: Current) -> int:
         """Write a world that already runs into a place that does not know of it."""
         generation = max(self.generation(), current.generation) + 1
-        adopted = Current(**{**current.__dict__, "generation": generation})
+        adopted = dataclasses.replace(current, generation=generation)
         self.write_current(adopted)
         self.line.call(lambda s: s.set(self._key("generation"), str(generation)))
         return generation
@@ -118,7 +122,7 @@ class Book:
         """Leave a run that was closed behind."""
         before = str(self._session) if self._session else ""
         self.line.call(lambda s: s.compare_set("session", before, str(self._session + 1)))
-        self._session = int(self._get("session") or 0)
+        self._session = self._number("session")
 
     def beat(self, generation: int) -> int:
         """A sign of life of the world of that generation, for newcomers."""
@@ -138,7 +142,7 @@ class Book:
 
     def waiting(self, generation: int) -> list[int]:
         """The beats of each newcomer that waits."""
-        slots = self._count(f"waiting/{generation}", 0)
+        slots = min(self._count(f"waiting/{generation}", 0), _MOST_WAITING)
         return [self._count(f"waiting/{generation}/{slot + 1}", 0) for slot in range(slots)]
 
     def put(self, key: str, value: str) -> None:
@@ -159,7 +163,10 @@ class Book:
     def _get(self, key: str) -> str | None:
         if not self.line.call(lambda store: store.check([key])):
             return None
-        return self.line.call(lambda store: store.get(key)).decode()
+        return decode_text(self.line.call(lambda store: store.get(key)))
+
+    def _number(self, key: str) -> int:
+        return decode_number(self._get(key) or "0")
 
     def _count(self, key: str, amount: int) -> int:
         return int(self.line.call(lambda store: store.add(self._key(key), amount)))
@@ -171,9 +178,12 @@ class Book:
 class Places:
     """The candidates for the meeting place, in order, and the store served here, if any."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], patience: float) -> None:
-        self._endpoints, self._patience = list(endpoints), patience
-        self._server: TCPStore | None = None
+    def __init__(
+        self, endpoints: Sequence[Endpoint], patience: float, tunnel: Tunnel | None = None
+    ) -> None:
+        self._endpoints, self._patience, self._tunnel = list(endpoints), patience, tunnel
+        self._server: ServedStore | None = None
+        self._strangers: dict[Endpoint, str] = {}
         self._served: Endpoint | None = None
         self._taken: Endpoint | None = None
         self.trouble: str | None = None
@@ -194,11 +204,15 @@ class Places:
         astray by it.
         """
         found: list[tuple[int, int, Endpoint, Book]] = []
+        self._strangers = {}
         for number, endpoint in enumerate(self._endpoints):
             try:
-                book = Book(reach(endpoint, self._patience))
+                book = Book(reach(endpoint, self._patience, self._tunnel))
                 current = book.current()
-            except (LineLost, KeyError):
+            except StrangerThere as stranger:
+                self._strangers[endpoint] = str(stranger)
+                continue
+            except (LineLost, KeyError, BadMessage):
                 continue
             found.append((-1 if current is None else current.round, -number, endpoint, book))
         if not found:
@@ -240,7 +254,9 @@ class Places:
             except OSError:
                 found.append(f"the name {endpoint.host!r} does not resolve")
                 continue
-            if endpoint == self._taken:
+            if endpoint in self._strangers:
+                found.append(self._strangers[endpoint])
+            elif endpoint == self._taken:
                 found.append(
                     f"port {endpoint.port} of this machine is taken by something that is no "
                     "meeting place; choose another with --rdzv"
@@ -251,13 +267,15 @@ class Places:
 
     def stop_serving(self) -> None:
         """Close the store that this launcher serves."""
+        if self._server is not None:
+            self._server.close()
         self._server = self._served = None
 
     def _serve(self, number: int) -> bool:
         endpoint = self._endpoints[number]
         self.stop_serving()
         try:
-            self._server = serve_meeting(endpoint.host, endpoint.port)
+            self._server = serve_meeting(endpoint.host, endpoint.port, self._tunnel)
         except LineLost:
             self._taken = endpoint  # maybe another launcher on this machine was faster
             return False

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from paceline.launch.endurance import Endurance, to_stderr
 from paceline.launch.liveness import beat_seconds
 from paceline.launch.place import Book, Current, Places
 
@@ -47,10 +48,12 @@ class Presence:
         has_room: bool,
         timeout: float,
         tell_waiting: Callable[[int], None],
+        notice: Callable[[str], None] = to_stderr,
     ) -> None:
         self._places, self._book, self._current = places, book, current
         self._is_main, self._has_room, self._timeout = is_main, has_room, timeout
         self._tell_waiting = tell_waiting
+        self._endurance = Endurance("the watch over the meeting place", notice)
         self._waiters = Waiters(timeout)
         self._told = 0
         self._over_since: float | None = None
@@ -78,9 +81,10 @@ class Presence:
         beat = beat_seconds(self._timeout)
         while not self._stop.wait(beat):
             try:
-                if self._lost_line:
-                    self._find_again()
-                self._once()
+                with self._endurance.turn(but=(ConnectionError, KeyError)):
+                    if self._lost_line:
+                        self._find_again()
+                    self._once()
             except (ConnectionError, KeyError):
                 self._lost_line = True
 

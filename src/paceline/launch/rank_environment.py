@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,9 +41,22 @@ def used_parts(nprocs: Sequence[int], used: int) -> list[int]:
     return [max(0, min(nproc, used - base)) for base, nproc in zip(bases, nprocs, strict=True)]
 
 
+def loopback_interfaces() -> dict[str, str]:
+    """What has Gloo and NCCL listen on loopback alone: for ranks that are all on this machine.
+
+    Left out is what the user has set. By itself Gloo takes the address of the host's name, and
+    NCCL that of the first interface, where other machines reach them.
+    """
+    if sys.platform != "linux":
+        return {}
+    wanted = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
 def variables(place: Place, rank: int, logs: RankLogs) -> dict[str, str]:
     """The environment of a rank, beside what all processes get."""
     return {
+        **(loopback_interfaces() if place.nodes == 1 else {}),
         "RANK": str(rank),
         "WORLD_SIZE": str(place.size),
         "LOCAL_RANK": str(rank - place.first),

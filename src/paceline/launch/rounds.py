@@ -11,7 +11,7 @@ import abc
 import uuid
 from collections.abc import Callable
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousError,
     RendezvousHandler,
@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from paceline.events import Event
+from paceline.launch.stores import serve
 
 _ADDRESS = "127.0.0.1"  # a name would have to be looked up
 
@@ -104,7 +105,7 @@ class LocalRendezvous(Rounds):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Node 0 of 1."""
-        store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+        store = serve(_ADDRESS, 0)
         meeting_place = RendezvousStoreInfo(_ADDRESS, store.port)
         return RendezvousInfo(PrefixStore("agent", store), 0, 1, meeting_place)
 

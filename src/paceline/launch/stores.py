@@ -11,13 +11,12 @@ Imports torch at the top, so it is itself imported only when launchers are about
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,6 +24,8 @@ from typing import Any, TypeVar
 from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.config.endpoints import Endpoint
+from paceline.launch.listening import listen
+from paceline.launch.tunnel import Gate, Tunnel, WrongSecret
 
 T = TypeVar("T")
 
@@ -46,15 +47,22 @@ class LineRefused(LineLost):
     """The machine answers, and says that nobody listens there: whoever served the store is gone."""
 
 
+class StrangerThere(LineLost):
+    """Somebody listens there who does not have our secret."""
+
+
 class Line:
     """A connection to the store at ``host:port``; every call ends within ``patience`` seconds.
 
-    Once a call was lost the line is dead, and every further call fails at once.
+    Once a call was lost the line is dead, and every further call fails at once. With a ``tunnel``
+    it leads through that, to a store which is served with the same secret.
     """
 
-    def __init__(self, host: str, port: int, patience: float) -> None:
+    def __init__(self, host: str, port: int, patience: float, tunnel: Tunnel | None = None) -> None:
         self.host, self.port, self.patience = host, port, patience
-        self.own_address, self.peer_address = _knock(host, port, patience)
+        self._tunnel = tunnel
+        self.own_address, self.peer_address = _knock(host, port, patience, tunnel)
+        self._where = (host, port) if tunnel is None else tunnel.reach(host, port)
         self._lock = threading.Lock()
         self._dead: str | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -84,6 +92,10 @@ class Line:
             self._jobs.put(None)
             raise LineLost(self._dead)
 
+    def another(self) -> Line:
+        """A line of its own to the same store."""
+        return Line(self.host, self.port, self.patience, self._tunnel)
+
     def close(self) -> None:
         """Hang up."""
         with self._lock:
@@ -97,8 +109,7 @@ class Line:
             try:
                 if store is None:
                     store = TCPStore(
-                        self.host,
-                        self.port,
+                        *self._where,
                         is_master=False,
                         wait_for_workers=False,
                         timeout=timedelta(seconds=self.patience),
@@ -127,8 +138,7 @@ class GuardedStore(Store):
 
     def clone(self) -> GuardedStore:
         """The same store over a line of its own."""
-        line = Line(self._line.host, self._line.port, self._line.patience)
-        copy = GuardedStore(line, self._pause, self._key_patience)
+        copy = GuardedStore(self._line.another(), self._pause, self._key_patience)
         copy._prefix = self._prefix
         self._clones.append(copy)
         return copy
@@ -200,33 +210,76 @@ class GuardedStore(Store):
 def serve(host: str, port: int) -> TCPStore:
     """Host a store on this machine for as long as the object lives; port 0 is any free one.
 
-    Raises :class:`LineLost` where the port is taken.
+    It listens as :func:`listen` does, where torch by itself would listen at every address of the
+    machine. Raises :class:`LineLost` where the port is taken.
     """
+    listener = _listen(host, port)
+    # The store connects to itself: at loopback, where it listens at all addresses.
+    address, number = listener.getsockname()[:2]
+    own = "127.0.0.1" if address in ("0.0.0.0", "::") else address
     try:
-        return TCPStore(host, port, is_master=True, wait_for_workers=False)
+        return TCPStore(
+            own,
+            number,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
     except RuntimeError as error:
         raise LineLost(f"{host}:{port}: {str(error).splitlines()[0]}") from error
 
 
-def serve_meeting(host: str, port: int) -> TCPStore:
+class ServedStore:
+    """A store that this process serves to other machines, until it is closed.
+
+    With a ``tunnel``, only to those that have its secret: the store itself is on loopback then, and
+    locked for everybody but the tunnel's gate.
+    """
+
+    def __init__(self, host: str, port: int, tunnel: Tunnel | None = None) -> None:
+        self._gate: Gate | None = None
+        if tunnel is None:
+            self.store = serve(host, port)
+            self.port = int(self.store.port)
+            return
+        outside = _listen(host, port)
+        inside, same = tunnel.private_listener()
+        number = int(inside.getsockname()[1])
+        self.store = TCPStore(
+            "127.0.0.1",
+            number,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=inside.detach(),
+        )
+        tunnel.lock(same)
+        self._gate = tunnel.expose(outside, number)
+        self.port = self._gate.port
+
+    def close(self) -> None:
+        """Serve it no longer."""
+        if self._gate is not None:
+            self._gate.close()
+        del self.store
+
+
+def serve_meeting(host: str, port: int, tunnel: Tunnel | None = None) -> ServedStore:
     """Host a meeting store, with a name by which launchers know whether it is still the same."""
-    store = serve(host, port)
-    store.set(IDENTITY, uuid.uuid4().hex)
-    return store
+    served = ServedStore(host, port, tunnel)
+    served.store.set(IDENTITY, uuid.uuid4().hex)
+    return served
 
 
-def is_this_machine(host: str) -> bool:
-    """Whether ``host`` is a name or an address of this machine."""
-    for family, address in _addresses(host):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-            return True
-    return False
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise LineLost(error.strerror or str(error)) from error
 
 
-def reach(endpoint: Endpoint, patience: float) -> Line:
+def reach(endpoint: Endpoint, patience: float, tunnel: Tunnel | None = None) -> Line:
     """A line to the meeting store at ``endpoint``; :class:`LineLost` when there is none."""
-    line = Line(endpoint.host, endpoint.port, patience)
+    line = Line(endpoint.host, endpoint.port, patience, tunnel)
     try:
         line.call(lambda store: store.get(IDENTITY))
     except KeyError:
@@ -235,21 +288,16 @@ def reach(endpoint: Endpoint, patience: float) -> Line:
     return line
 
 
-def _addresses(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return
-    for family, _, _, _, address in found:
-        yield family, str(address[0])
-
-
-def _knock(host: str, port: int, patience: float) -> tuple[str, str]:
+def _knock(host: str, port: int, patience: float, tunnel: Tunnel | None) -> tuple[str, str]:
     """Whether somebody listens there, in one try; our address on the way there, and theirs."""
     try:
+        if tunnel is not None:
+            return tunnel.knock(host, port, patience)
         with socket.create_connection((host, port), timeout=patience) as probe:
             return str(probe.getsockname()[0]), str(probe.getpeername()[0])
     except ConnectionRefusedError as error:
         raise LineRefused(f"{host}:{port}: nobody listens there") from error
+    except WrongSecret as error:
+        raise StrangerThere(str(error)) from error
     except OSError as error:
         raise LineLost(f"{host}:{port}: {error.strerror or error}") from error

@@ -8,20 +8,30 @@ has less patience with that node. Of a machine that lost its power, nothing is h
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import socket
 import threading
+import time
+from collections.abc import Callable
+
+from paceline.launch.endurance import Endurance, to_stderr
 
 _KEEP_ALIVE_SECONDS = 60
+_NAME_SECONDS = 10.0
+_PAUSE_SECONDS = 0.2
+_MOST_UNNAMED = 64
+"""Connections that have not said which node they are; more of them are a stranger's."""
 
 
 class Tethers:
-    """Node 0's end: which nodes have hung up."""
+    """Node 0's end, at a socket that listens: which of ``nodes`` nodes have hung up."""
 
-    def __init__(self, address: str) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._server = socket.create_server((address, 0), family=family)
+    def __init__(
+        self, server: socket.socket, nodes: int, notice: Callable[[str], None] = to_stderr
+    ) -> None:
+        self._nodes = nodes
+        self._endurance = Endurance("the watch over connections of launchers", notice)
+        self._server = server
         self.port = int(self._server.getsockname()[1])
         self.hung_up: set[int] = set()
         self._closing, self._closed = socket.socketpair()
@@ -34,31 +44,66 @@ class Tethers:
         self._thread.join()
 
     def _listen(self) -> None:
-        nodes: dict[socket.socket, int | None] = {}
-        with contextlib.ExitStack() as stack:
-            selector = stack.enter_context(selectors.DefaultSelector())
+        self._named: dict[socket.socket, int] = {}
+        self._unnamed: dict[socket.socket, float] = {}
+        with selectors.DefaultSelector() as selector, self._server, self._closed:
             for listening in (self._server, self._closed):
-                stack.enter_context(listening)
+                listening.setblocking(False)
                 selector.register(listening, selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select():
-                    ready = key.fileobj
-                    assert isinstance(ready, socket.socket)
-                    if ready is self._closed:
-                        return
-                    if ready is self._server:
-                        peer = stack.enter_context(self._server.accept()[0])
-                        nodes[peer] = None
-                        selector.register(peer, selectors.EVENT_READ)
-                        continue
-                    node = _hear(ready)
-                    if node is not None:
-                        nodes[ready] = node
-                        continue
-                    selector.unregister(ready)
-                    ready.close()
-                    gone = nodes.pop(ready)
-                    self.hung_up |= {gone} if gone is not None else set()
+                ready = [key.fileobj for key, _ in selector.select(_NAME_SECONDS)]
+                if self._closed in ready:
+                    break
+                for peer in ready:
+                    assert isinstance(peer, socket.socket)
+                    with self._endurance.turn():
+                        if peer is self._server:
+                            self._accept(selector)
+                        else:
+                            self._hear(peer, selector)
+                self._drop_unnamed(selector)
+            for peer in (*self._named, *self._unnamed):
+                peer.close()
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            peer = self._server.accept()[0]
+        except OSError:
+            time.sleep(_PAUSE_SECONDS)  # no file descriptor left, say: not in a busy loop
+            raise
+        peer.setblocking(False)
+        self._unnamed[peer] = time.monotonic()
+        selector.register(peer, selectors.EVENT_READ)
+
+    def _hear(self, peer: socket.socket, selector: selectors.BaseSelector) -> None:
+        """A node says which one it is, in four bytes, and then nothing more until it is gone."""
+        try:
+            said = peer.recv(4)
+        except OSError:
+            said = b""
+        node = int.from_bytes(said, "big") if len(said) == 4 else -1
+        if peer in self._unnamed and 0 < node < self._nodes:
+            del self._unnamed[peer]
+            self._named[peer] = node
+            return
+        gone = self._named.get(peer)
+        self._drop(peer, selector)
+        # A second connection of the same node (after a firewall dropped the first) speaks for it.
+        if gone is not None and gone not in self._named.values():
+            self.hung_up |= {gone}
+
+    def _drop_unnamed(self, selector: selectors.BaseSelector) -> None:
+        """Let go of connections that do not say who they are: in time, and of too many."""
+        overdue = time.monotonic() - _NAME_SECONDS
+        late = [peer for peer, since in self._unnamed.items() if since < overdue]
+        for peer in late or list(self._unnamed)[:-_MOST_UNNAMED]:
+            self._drop(peer, selector)
+
+    def _drop(self, peer: socket.socket, selector: selectors.BaseSelector) -> None:
+        selector.unregister(peer)
+        peer.close()
+        self._named.pop(peer, None)
+        self._unnamed.pop(peer, None)
 
 
 class Tether:
@@ -75,12 +120,3 @@ class Tether:
     def close(self) -> None:
         """Let go."""
         self._socket.close()
-
-
-def _hear(peer: socket.socket) -> int | None:
-    """The number with which a node introduces itself; ``None`` when it hung up."""
-    try:
-        said = peer.recv(4)
-    except OSError:
-        return None
-    return int.from_bytes(said, "big") if said else None

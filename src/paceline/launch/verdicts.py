@@ -8,13 +8,13 @@ that one, so that they never disagree on whether, why and when to go on.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from paceline.launch.endurance import Endurance
+from paceline.launch.messages import BadMessage, decode, decode_text, encode
 from paceline.launch.policy import Decision, Ending
 
 _LOOK_SECONDS = 0.2
@@ -48,14 +48,12 @@ class Verdict:
 
     def to_json(self) -> str:
         """As one line of text."""
-        return json.dumps(dataclasses.asdict(self))
+        return encode(self)
 
     @staticmethod
     def from_json(text: str) -> Verdict:
         """What :meth:`to_json` wrote."""
-        data = json.loads(text)
-        ending, decision = Ending(**data.pop("ending")), Decision(**data.pop("decision"))
-        return Verdict(ending=ending, decision=decision, **data)
+        return decode(Verdict, text)
 
 
 @dataclass(frozen=True)
@@ -72,13 +70,12 @@ class Member:
 
     def to_json(self) -> str:
         """As one line of text."""
-        return json.dumps(dataclasses.asdict(self))
+        return encode(self)
 
     @staticmethod
     def from_json(text: str) -> Member:
         """What :meth:`to_json` wrote."""
-        data = json.loads(text)
-        return Member(data["nproc"], data["starts"], [Ending(**e) for e in data["history"]])
+        return decode(Member, text)
 
 
 class Verdicts:
@@ -103,7 +100,7 @@ class Verdicts:
             return [member]
         self._store.set(f"member/{self._node}", member.to_json())
         told = self._store.multi_get([f"member/{node}" for node in range(self._nodes)])
-        return [Member.from_json(text.decode()) for text in told]
+        return [Member.from_json(decode_text(text)) for text in told]
 
     def watch(self, waited_for: Sequence[int]) -> None:
         """Look from now on for a verdict, and for the nodes ``waited_for`` to be done."""
@@ -122,8 +119,9 @@ class Verdicts:
         if self._nodes > 1 and self._found is None:
             text = verdict.to_json()
             counts = self._ask(lambda: self._store.compare_set("verdict", "", text))
-            said = text if counts is None else counts.decode()
-            self._found = verdict if said == text else Verdict.from_json(said)
+            with contextlib.suppress(BadMessage):  # nobody's verdict: ours counts
+                said = text if counts is None else decode_text(counts)
+                self._found = verdict if said == text else Verdict.from_json(said)
         self._found = self._found or verdict
         return self._found
 
@@ -156,10 +154,12 @@ class Verdicts:
         return answers[0] if answers else None
 
     def _look(self, store: Any) -> None:
+        endurance = Endurance("the look for verdicts")
         while not self._closed.wait(_LOOK_SECONDS):
             try:
-                if self._found is None and store.check(["verdict"]):
-                    self._found = Verdict.from_json(store.get("verdict").decode())
+                with endurance.turn("a verdict that cannot be read", but=_TROUBLES):
+                    if self._found is None and store.check(["verdict"]):
+                        self._found = Verdict.from_json(decode_text(store.get("verdict")))
                 for node in self._waited_for - self._done:
                     if store.check([f"done/{node}"]):
                         self._done.add(node)

@@ -13,6 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from paceline.errors import RankFailed
+from paceline.launch.rank_environment import loopback_interfaces
 from paceline.testing.messages import Job, Outcome
 from paceline.testing.process import LEAK_TAG, LiveRank, RankServer, serve_store
 
@@ -239,9 +240,8 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     """What one rank sees during a job: this process's environment, and its own place in it."""
     environ = {k: v for k, v in os.environ.items() if not _is_launchers(k)}
     environ.update(_ONE_THREAD)
-    if sys.platform == "linux":
-        # All ranks are here: do not depend on how this machine resolves its own name.
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # All ranks are here: do not depend on how this machine resolves its own name.
+    environ.update(loopback_interfaces())
     environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),

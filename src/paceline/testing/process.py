@@ -190,17 +190,9 @@ def serve_store() -> Any:
 
     No race for a free port, and a rank that dies does not take the store along.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from paceline.launch.stores import serve
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    return serve("127.0.0.1", 0)
 
 
 def _read(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,10 @@ from paceline.diagnose.hangs.watch import Member, Watch
 from paceline.diagnose.pulse import Pulse
 from paceline.errors import WorldError
 from paceline.launch.environment import Environment
+from paceline.launch.listening import is_loopback, listen
+from paceline.launch.rank_environment import loopback_interfaces
+from paceline.world import objects
+from paceline.world.sealing import sealed
 
 BACKENDS = ("auto", "gloo", "nccl")
 
@@ -92,18 +97,22 @@ def join(
     # Each world of this process has its own part of the store: nothing is left over from the last.
     store = PrefixStore(f"paceline/{place.restart_count}/{count}", base)
     _claim_rank(store, place)
+    objects.agree_on_key(store)
     _wait_for_everyone(store, place, {"backend": backend, "checks": checks}, timeout)
     # A CUDA world also gets Gloo, so that CPU tensors can be reduced without touching the GPU.
     torch_backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+    if place.local_size == place.size:  # torchrun, say, does not see to it
+        os.environ.update(loopback_interfaces())
     try:
-        dist.init_process_group(
-            torch_backend,
-            store=store,
-            rank=place.rank,
-            world_size=place.size,
-            timeout=timeout,
-            device_id=device if backend == "nccl" else None,
-        )
+        with sealed(torch_backend):
+            dist.init_process_group(
+                torch_backend,
+                store=store,
+                rank=place.rank,
+                world_size=place.size,
+                timeout=timeout,
+                device_id=device if backend == "nccl" else None,
+            )
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {place.rank} of {place.size} met the others at {place.address}:{place.port} "
@@ -169,6 +178,7 @@ def _connect(place: Environment, timeout: timedelta) -> Store:
     address, port, _ = key
     serves = place.rank == 0 and not place.store_is_hosted
     try:
+        listener = listen(address, port) if serves and is_loopback(address) else None
         store = TCPStore(
             address,
             port,
@@ -176,9 +186,11 @@ def _connect(place: Environment, timeout: timedelta) -> Store:
             is_master=serves,
             timeout=timeout,
             wait_for_workers=False,
-            multi_tenant=True,
+            multi_tenant=listener is None,
+            # Torch would listen at every address of the machine.
+            master_listen_fd=None if listener is None else listener.detach(),
         )
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         action = "open" if serves else "reach"
         hint = (
             "Is the port taken by another run, or the address not this machine's?"

@@ -8,6 +8,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.layout import Layout
+from paceline.world.sealing import sealed
 
 AXES = ("pp", "copies", "shards", "cp", "tp")
 """The names of a mesh's axes, outermost first; :meth:`Layout.place` counts ranks the same way."""
@@ -16,7 +17,8 @@ AXES = ("pp", "copies", "shards", "cp", "tp")
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """The grid of ``layout`` over all ranks; a collective. Needs a process group."""
     shape = (layout.pp, layout.copies, layout.shards, layout.cp, layout.tp)
-    return init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    with sealed("gloo" if device.type == "cpu" else None):
+        return init_device_mesh(device.type, shape, mesh_dim_names=AXES)
 
 
 def group_of_one(device: torch.device) -> None:

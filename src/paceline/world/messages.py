@@ -1,22 +1,21 @@
 """What is built on moving bytes: point-to-point tensors, and Python objects between ranks.
 
-Objects are pickled: ranks of one run trust each other.
+Objects are pickled and signed (``objects.py``): ranks of one run trust each other, and nobody else.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveMismatch, WorldError
 from paceline.world.agreement import explained, meet
 from paceline.world.group import Group
+from paceline.world.objects import pack, unpack
 from paceline.world.tensors import as_bytes, describe, from_bytes, tensor_problem, write_problem
 from paceline.world.world import World, resolve_group
 
@@ -98,7 +97,7 @@ def broadcast_object(obj: Any = None, src: int = 0, group: Group | None = None) 
     call = f"broadcast_object(src={src})"
     sizes = meet(members, call, checks=True, problem=problem, number=len(data))
     if members.size == 1:
-        return pickle.loads(data)
+        return unpack(data)
     size = sizes[members.ranks.index(src)]
     wire = _byte_tensor(data) if is_source else torch.empty(size, dtype=torch.uint8)
     with explained(members, call):
@@ -113,7 +112,7 @@ def all_gather_object(obj: Any, group: Group | None = None) -> list[Any]:
     call = "all_gather_object"
     sizes = meet(members, call, checks=True, problem=problem, number=len(data))
     if members.size == 1:
-        return [pickle.loads(data)]
+        return [unpack(data)]
     # all_gather needs equal sizes: pad to the longest.
     mine = torch.zeros(max(sizes), dtype=torch.uint8)
     mine[: len(data)] = _byte_tensor(data)
@@ -131,7 +130,7 @@ def gather_object(obj: Any, dst: int = 0, group: Group | None = None) -> list[An
     call = f"gather_object(dst={dst})"
     sizes = meet(members, call, checks=True, problem=problem, number=len(data))
     if members.size == 1:
-        return [pickle.loads(data)]
+        return [unpack(data)]
     is_target = members.ranks[members.rank] == dst
     outgoing = [_byte_tensor(data if rank == dst else b"") for rank in members.ranks]
     incoming = exchange_bytes(members, outgoing, sizes if is_target else [0] * members.size, call)
@@ -160,7 +159,7 @@ def scatter_object(
     call = f"scatter_object(src={src})"
     meet(members, call, checks=True, problem=problem)
     if members.size == 1:
-        return pickle.loads(data[0])
+        return unpack(data[0])
     sizes = _exchange_sizes(members, [len(item) for item in data], call)
     incoming = exchange_bytes(members, [_byte_tensor(item) for item in data], sizes, call)
     return _unpickled(incoming[members.ranks.index(src)])
@@ -184,7 +183,7 @@ def exchange_bytes(
 
 def exchange_objects(members: Group, objects: Sequence[Any], call: str) -> list[Any]:
     """Send ``objects[i]`` to the i-th rank, through host memory."""
-    data = [pickle.dumps(item) for item in objects]
+    data = [pack(item) for item in objects]
     sizes = _exchange_sizes(members, [len(item) for item in data], call)
     incoming = exchange_bytes(members, [_byte_tensor(item) for item in data], sizes, call)
     return [_unpickled(part) for part in incoming]
@@ -226,11 +225,7 @@ def _rank_problem(members: Group, rank: int, what: str) -> WorldError | None:
 def _pickled(obj: Any, call: str) -> tuple[bytes, WorldError | None]:
     """The pickle of ``obj``, or why there is none (pickling may raise anything)."""
     try:
-        return pickle.dumps(obj), None
-    except Exception:
-        pass  # it may hold a lambda, or a class that travelled to the ranks by value
-    try:
-        return cloudpickle.dumps(obj), None
+        return pack(obj), None
     except Exception as error:
         return b"", WorldError(
             f"{call}: this {type(obj).__name__} cannot be pickled: {type(error).__name__}: {error}"
@@ -238,7 +233,7 @@ def _pickled(obj: Any, call: str) -> tuple[bytes, WorldError | None]:
 
 
 def _unpickled(data: torch.Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
+    return unpack(data.numpy().tobytes())
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

@@ -26,6 +26,7 @@ from paceline.layout import Layout
 from paceline.world import agreement, joining, seeding
 from paceline.world.group import Group, backend_by_device
 from paceline.world.mesh import group_of_one, make_mesh
+from paceline.world.sealing import sealed
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds a rank waits for the others, to join and in each collective."""
@@ -265,9 +266,11 @@ class World:
         members = None if ranks is None else self._checked_ranks(ranks)
         key = (name, members)
         if key not in self._background:
-            self._background[key] = dist.new_group(
-                members if members is None else list(members), backend="gloo", timeout=self.timeout
-            )
+            everyone = None if members is None else list(members)
+            with sealed():
+                self._background[key] = dist.new_group(
+                    everyone, backend="gloo", timeout=self.timeout
+                )
         return self._background[key]
 
     def before_close(self, action: Callable[[float], None]) -> None:
@@ -383,11 +386,13 @@ class World:
         if len(members) == self.size:
             group = dist.group.WORLD
         else:
-            group = dist.new_group(list(members), timeout=self.timeout)
+            with sealed(dist.get_backend()):
+                group = dist.new_group(list(members), timeout=self.timeout)
         if "cpu" in backend_by_device():
             cpu_group = group
         else:  # an adopted NCCL-only group: checks, objects and CPU tensors need Gloo beside it
-            cpu_group = dist.new_group(list(members), timeout=self.timeout, backend="gloo")
+            with sealed():
+                cpu_group = dist.new_group(list(members), timeout=self.timeout, backend="gloo")
         if self.rank not in members:
             return None, None
         return group, cpu_group

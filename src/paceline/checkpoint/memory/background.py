@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from paceline.launch.endurance import Endurance
+
 
 class Worker:
     """A thread that does one thing at a time; starting one each time would cost the step."""
@@ -37,8 +39,10 @@ class Worker:
             self._thread = None
 
     def _work(self) -> None:
+        endurance = Endurance("the thread that keeps snapshots")  # the next one waits for it
         while (job := self._jobs.get()) is not None:
             try:
-                job()
+                with endurance.turn("a snapshot was not kept"):
+                    job()
             finally:
                 self._idle.set()

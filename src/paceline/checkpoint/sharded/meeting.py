@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import CheckpointError, PacelineError
+from paceline.world import objects
 
 T = TypeVar("T")
 
@@ -42,20 +43,16 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """What every rank gave, by rank, on every rank."""
     if group is None:
         return [value]
-    values: list[Any] = [None] * size_of(group)
     with answered("exchanging what ranks know of snapshots"):
-        dist.all_gather_object(values, value, group=group)
-    return values
+        return objects.all_gather(value, group)
 
 
 def collect(value: T, group: dist.ProcessGroup | None) -> list[T] | None:
     """What every rank gave, by rank, on the group's first rank; ``None`` on the others."""
     if group is None:
         return [value]
-    values: list[Any] | None = [None] * size_of(group) if rank_in(group) == 0 else None
     with answered("planning a snapshot"):
-        dist.gather_object(value, values, group=group, group_dst=0)
-    return values
+        return objects.gather(value, group)
 
 
 def hand_out(values: Sequence[T] | None, group: dist.ProcessGroup | None) -> T:
@@ -63,11 +60,9 @@ def hand_out(values: Sequence[T] | None, group: dist.ProcessGroup | None) -> T:
     if group is None:
         assert values is not None
         return values[0]
-    mine: list[Any] = [None]
     with answered("planning a snapshot"):
-        given = None if values is None else list(values)
-        dist.scatter_object_list(mine, given, group=group, group_src=0)
-    return mine[0]
+        mine: T = objects.scatter(values, group)
+        return mine
 
 
 def any_of(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:

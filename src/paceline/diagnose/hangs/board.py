@@ -7,13 +7,17 @@ slow or gone raises :class:`BoardGone`, and whoever was talking to it gives up.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from paceline.diagnose.hangs.report import Beat, Report
+from paceline.launch.messages import BadMessage, decode, encode
+
+T = TypeVar("T")
 
 _TIMEOUT = timedelta(seconds=5)
 _PREFIX = "paceline/watch"
@@ -45,7 +49,7 @@ class Board:
     def beats(self, ranks: Iterable[int]) -> dict[int, Beat]:
         """The latest sign of life of each rank that ever left one."""
         texts = self._read({rank: f"beat/{rank}" for rank in ranks})
-        return {rank: Beat.from_json(text) for rank, text in texts.items()}
+        return {rank: beat for rank, beat in _decoded(Beat, texts) if beat.rank == rank}
 
     # What ranks called, for comparison.
 
@@ -55,7 +59,8 @@ class Board:
 
     def digests(self, ranks: Iterable[int]) -> dict[int, str]:
         """The latest digest of each rank."""
-        return self._read({rank: f"digest/{rank}" for rank in ranks})
+        texts = self._read({rank: f"digest/{rank}" for rank in ranks})
+        return {rank: text.decode(errors="replace") for rank, text in texts.items()}
 
     # Questions and answers.
 
@@ -79,7 +84,7 @@ class Board:
     def reports(self, question: int, ranks: Iterable[int]) -> dict[int, Report]:
         """The reports there are."""
         texts = self._read({rank: f"report/{question}/{rank}" for rank in ranks})
-        return {rank: Report.from_json(text) for rank, text in texts.items()}
+        return {rank: report for rank, report in _decoded(Report, texts) if report.rank == rank}
 
     # Who leads: asks, judges and tells.
 
@@ -89,15 +94,15 @@ class Board:
 
     def show_lead(self, term: int, count: int) -> None:
         """The leader of ``term`` is alive."""
-        self._set("leader", json.dumps([term, count]))
+        self._set("leader", encode([term, count]))
 
     def leader(self) -> tuple[int, int]:
         """Term and count that the leader showed last; (0, 0) before the first."""
         text = self._read({0: "leader"}).get(0)
-        if text is None:
+        try:
+            return (0, 0) if text is None else decode(tuple[int, int], text)
+        except BadMessage:
             return 0, 0
-        term, count = json.loads(text)
-        return term, count
 
     # The store.
 
@@ -123,7 +128,7 @@ class Board:
             self._seen.add(key)  # keys are never deleted: asked once, known for ever
         return True
 
-    def _read(self, keys: dict[int, str]) -> dict[int, str]:
+    def _read(self, keys: dict[int, str]) -> dict[int, bytes]:
         """The values of those keys that exist; a store would wait for the others."""
         there = {number: key for number, key in keys.items() if self._has(key)}
         if not there:
@@ -132,4 +137,11 @@ class Board:
             values = self._store.multi_get(list(there.values()))
         except RuntimeError as error:
             raise BoardGone(str(error)) from error
-        return {number: value.decode() for number, value in zip(there, values, strict=True)}
+        return {number: bytes(value) for number, value in zip(there, values, strict=True)}
+
+
+def _decoded(kind: type[T], texts: dict[int, bytes]) -> Iterator[tuple[int, T]]:
+    """Those messages that can be read: one that cannot is as good as none."""
+    for number, text in texts.items():
+        with contextlib.suppress(BadMessage):
+            yield number, decode(kind, text)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.diagnose.hangs.report import Call, GroupKey
+from paceline.launch.messages import BadMessage, decode
 
 # In these every rank brings as much as every other, of the same kind.
 _ALIKE = ("all_reduce", "allreduce", "broadcast", "reduce", "barrier", "reduce_scatter")
@@ -97,6 +98,14 @@ def digest(calls: Iterable[Call], after: Mapping[GroupKey, int]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class _Digest:
+    """What :func:`digest` made: distinct calls, and which of them each group's numbers are."""
+
+    table: list[tuple[str, str]]
+    groups: list[tuple[str, str, list[int], list[tuple[int, int]]]]
+
+
 class Comparison:
     """Compares digests as they come in; tells each group's first mismatch once."""
 
@@ -120,14 +129,18 @@ class Comparison:
         return None
 
     def _take(self, rank: int, text: str) -> set[GroupKey]:
-        data = json.loads(text)
+        try:
+            data = decode(_Digest, text)
+        except BadMessage:
+            return set()  # not a rank's
+        table = dict(enumerate(data.table))
         changed = set()
-        for backend, group, ranks, numbers in data["groups"]:
+        for backend, group, ranks, numbers in data.groups:
             key: GroupKey = (backend, group, tuple(ranks))
             by_number = self._calls.setdefault(key, {})
             for number, index in numbers:
-                must, said = data["table"][index]
-                by_number.setdefault(number, {})[rank] = (must, said)
+                if index in table:
+                    by_number.setdefault(number, {})[rank] = table[index]
             for old in sorted(by_number)[:-_KEPT]:
                 del by_number[old]
             changed.add(key)

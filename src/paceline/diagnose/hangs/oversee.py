@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from paceline.events import Event, HangFound, HangOver, append
+from paceline.launch.endurance import Endurance
 from paceline.launch.overseer import Started, Stuck
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class _Overseeing:
         self._asked_at = 0
         self._question = 0
         self._ticks = 0
+        self._endurance = Endurance("the watch for hangs")
 
     def run(self) -> None:
         """Until the ranks have ended, or their store has."""
@@ -134,20 +136,23 @@ class _Overseeing:
             while not self._end.wait(_TICK_SECONDS):
                 self._ticks += 1
                 if leads:
-                    board.show_lead(0, self._ticks)
-                    coordinator.tick()
-                    if (finding := coordinator.due()) is not None:
-                        self._overseer.act_on(finding)
-                self._speak_for_silent_ranks(board)
+                    with self._endurance.turn(but=(BoardGone,)):
+                        board.show_lead(0, self._ticks)
+                        coordinator.tick()
+                        if (finding := coordinator.due()) is not None:
+                            self._overseer.act_on(finding)
+                with self._endurance.turn(but=(BoardGone,)):
+                    self._speak_for_silent_ranks(board)
         except BoardGone:
             return
 
     def _speak_for_silent_ranks(self, board: Board) -> None:
-        from paceline.diagnose.hangs.stand_in import answer_for_neighbours
+        from paceline.diagnose.hangs.stand_in import answer_for_neighbours, started_here
 
         question = board.asked()
         if question > self._question:
             self._question, self._asked_at = question, self._ticks
         if self._asked_at and self._ticks - self._asked_at >= _PATIENCE_TICKS:
             self._asked_at = 0
-            answer_for_neighbours(board, question, list(self._world.ranks))
+            ranks = self._world.ranks
+            answer_for_neighbours(board, question, list(ranks), started_here(ranks))

@@ -7,10 +7,10 @@ spoken for by a neighbour that looks at it from outside; ``Report.state`` tells.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any
+
+from paceline.launch.messages import decode, encode
 
 ANSWERS = "answers"
 """The rank itself made the report."""
@@ -109,27 +109,20 @@ class Report:
 
     def to_json(self) -> str:
         """The report as text."""
-        return json.dumps(dataclasses.asdict(self))
+        return encode(self)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         """What :meth:`to_json` made."""
-        data = json.loads(text)
-        data["places"] = tuple(_place(each) for each in data["places"])
-        data["calls"] = tuple(_call(each) for each in data["calls"])
-        data["stack"] = tuple(Frame(**each) for each in data["stack"])
-        if data["message"] is not None:
-            data["message"] = Message(**data["message"])
-        return cls(**data)
+        return decode(cls, text)
 
 
 @dataclass(frozen=True)
 class Beat:
     """A sign of life. ``world`` tells one joining of ranks from the next in the same store.
 
-    ``still`` is how long the rank has not moved; ``after`` how long it may. ``main_thread`` and
-    ``stack_file`` are what a neighbour needs to get its stack from outside; ``stack_file`` is empty
-    where that cannot be had.
+    ``still`` is how long the rank has not moved; ``after`` how long it may. ``main_thread`` is
+    what a neighbour needs to tell its stack from those of its other threads.
     """
 
     rank: int
@@ -147,7 +140,6 @@ class Beat:
     left: bool = False
     in_message: bool = False
     main_thread: int = 0
-    stack_file: str = ""
     places: tuple[Place, ...] = field(default=())
 
     def report(self, **more: Any) -> Report:
@@ -176,22 +168,9 @@ class Beat:
 
     def to_json(self) -> str:
         """The beat as text."""
-        return json.dumps(dataclasses.asdict(self))
+        return encode(self)
 
     @classmethod
     def from_json(cls, text: str) -> Beat:
         """What :meth:`to_json` made."""
-        data = json.loads(text)
-        data["world"] = tuple(data["world"])
-        data["places"] = tuple(_place(each) for each in data["places"])
-        return cls(**data)
-
-
-def _place(data: dict[str, Any]) -> Place:
-    return Place(**{**data, "ranks": tuple(data["ranks"])})
-
-
-def _call(data: dict[str, Any]) -> Call:
-    shapes = tuple(tuple(shape) for shape in data["shapes"])
-    changed = {"ranks": tuple(data["ranks"]), "shapes": shapes, "dtypes": tuple(data["dtypes"])}
-    return Call(**{**data, **changed})
+        return decode(cls, text)

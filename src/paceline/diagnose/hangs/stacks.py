@@ -22,6 +22,7 @@ from types import FrameType
 from paceline.diagnose.hangs.report import Frame, Message
 
 STACK_SIGNAL = signal.SIGUSR2
+STACK_FILE_NAME = "paceline-stacks"
 _MESSAGE_CALLS = {
     "send": ("dst", "group_dst"),
     "isend": ("dst", "group_dst"),
@@ -66,23 +67,24 @@ def without_launcher(frames: Iterable[Frame]) -> list[Frame]:
     return frames
 
 
-def stack_file() -> str:
-    """Where this process writes all its stacks when it gets ``STACK_SIGNAL``; empty if it cannot.
+def prepare_stack_file() -> bool:
+    """Have this process write all its stacks when it gets ``STACK_SIGNAL``; whether it will.
+
+    Into a file without a path that a neighbour finds among the files that this process has open.
 
     Prepared at the first call and kept for the life of the process: a signal that is still on its
     way when the watch has ended must not kill it.
     """
     if not hasattr(os, "memfd_create"):
-        return ""
+        return False
     if _prepared.get("pid") != os.getpid():
         if signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:
-            return ""  # a handler of the user's own is left alone
-        _prepared["descriptor"] = os.memfd_create("paceline-stacks")
+            return False  # a handler of the user's own is left alone
+        _prepared["descriptor"] = os.memfd_create(STACK_FILE_NAME)
         _prepared["pid"] = os.getpid()
         faulthandler.register(STACK_SIGNAL, _prepared["descriptor"], all_threads=True)
-    if signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:
-        return ""  # one was set since, which took the signal over
-    return f"/proc/{os.getpid()}/fd/{_prepared['descriptor']}"
+    # Whoever set one since took the signal over.
+    return signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL
 
 
 _prepared: dict[str, int] = {}

@@ -9,37 +9,58 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from paceline.diagnose.hangs.board import Board
 from paceline.diagnose.hangs.report import GONE, LEFT, SILENT, STOPPED, Beat, Frame, Report
-from paceline.diagnose.hangs.stacks import STACK_SIGNAL, parse_dump
+from paceline.diagnose.hangs.stacks import STACK_FILE_NAME, STACK_SIGNAL, parse_dump
 
 _SECONDS_FOR_A_STACK = 0.5
+FindPid = Callable[[Beat], int | None]
+"""The process that a rank is, where that is known for sure; what the beat says may be a lie."""
 
 
-def answer_for_neighbours(board: Board, question: int, ranks: Iterable[int]) -> None:
-    """Answer for those of ``ranks`` on this machine that have not answered."""
-    host = socket.gethostname()
+def started_here(pids: Mapping[int, int]) -> FindPid:
+    """For a launcher: its own ranks are the processes that it started."""
+    return lambda beat: pids.get(beat.rank)
+
+
+def sibling(beat: Beat) -> int | None:
+    """For a rank that nobody of ours launched: the process, if it has the same parent and user."""
+    parent, user = _parent_and_user(os.getpid())
+    if beat.host != socket.gethostname() or parent in (0, 1):
+        return None
+    return beat.pid if _parent_and_user(beat.pid) == (parent, user) else None
+
+
+def answer_for_neighbours(
+    board: Board, question: int, ranks: Iterable[int], find_pid: FindPid
+) -> None:
+    """Answer for those of ``ranks`` on this machine that have not answered.
+
+    Only processes that ``find_pid`` knows are looked at and signalled, never one because its
+    number stood in a store.
+    """
     beats = board.beats(set(ranks) - board.answered(question, ranks))
     for rank, beat in beats.items():
-        if beat.host == host:
-            report = report_on(beat)
+        pid = find_pid(beat)
+        if pid is not None:
+            report = report_on(beat, pid)
             # It may have found its voice in the meantime: then its own words count.
             if rank not in board.answered(question, [rank]):
                 board.answer(question, report)
 
 
-def report_on(beat: Beat, *, stack: bool = True) -> Report:
-    """What can be seen from outside of the process behind ``beat``, with or without its stack."""
-    state = LEFT if beat.left else _process_state(beat.pid)
+def report_on(beat: Beat, pid: int, *, stack: bool = True) -> Report:
+    """What can be seen from outside of the process ``pid`` that left ``beat``."""
+    state = LEFT if beat.left else _process_state(pid)
     speechless = state == SILENT
     return beat.report(
         state=state,
-        stack=_stack_of(beat) if speechless and stack else (),
-        kernel=kernel_function(beat.pid) if speechless else "",
-        disk=speechless and main_thread_state(beat.pid) == "D",
+        stack=_stack_of(pid, beat.main_thread) if speechless and stack else (),
+        kernel=kernel_function(pid) if speechless else "",
+        disk=speechless and main_thread_state(pid) == "D",
     )
 
 
@@ -68,17 +89,37 @@ def _process_state(pid: int) -> str:
     return STOPPED if letter in "Tt" else SILENT
 
 
-def _stack_of(beat: Beat) -> tuple[Frame, ...]:
+def _stack_of(pid: int, thread: int) -> tuple[Frame, ...]:
     """Ask the process for its stacks by signal; empty when it has not prepared for that."""
-    if not beat.stack_file:
-        return ()
     try:
-        before = os.stat(beat.stack_file).st_size
-        os.kill(beat.pid, STACK_SIGNAL)
-        text = _written_since(beat.stack_file, before)
+        if (file := _stack_file(pid)) is None:
+            return ()
+        before = os.stat(file).st_size
+        os.kill(pid, STACK_SIGNAL)
+        text = _written_since(file, before)
     except OSError:
         return ()
-    return parse_dump(text, beat.main_thread)
+    return parse_dump(text, thread)
+
+
+def _stack_file(pid: int) -> str | None:
+    """Where that process writes its stacks; who has no such file would die of the signal."""
+    caught = Path(f"/proc/{pid}/status").read_text(errors="replace").partition("SigCgt:")[2]
+    if not int(caught.split()[0], 16) >> (STACK_SIGNAL - 1) & 1:
+        return None
+    folder = f"/proc/{pid}/fd"
+    files = (f"{folder}/{number}" for number in os.listdir(folder))
+    wanted = f"/memfd:{STACK_FILE_NAME} "
+    return next((file for file in files if os.readlink(file).startswith(wanted)), None)
+
+
+def _parent_and_user(pid: int) -> tuple[int, int]:
+    """The parent of a process, and whose it is; (0, -1) where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return int(text.rpartition(")")[2].split()[1]), os.stat(f"/proc/{pid}").st_uid
+    except (OSError, ValueError, IndexError):
+        return 0, -1
 
 
 def _written_since(path: str, size: int) -> str:

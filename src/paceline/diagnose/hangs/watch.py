@@ -27,6 +27,7 @@ from paceline.diagnose.hangs.report import Beat, Call, GroupKey, Report
 from paceline.diagnose.hangs.verdict import Finding
 from paceline.diagnose.pulse import OUTSIDE, PHASES, Pulse
 from paceline.launch import last_words
+from paceline.launch.endurance import Endurance
 
 AFTER_VARIABLE = "PACELINE_HANG_AFTER"
 DEFAULT_AFTER = 60.0
@@ -116,14 +117,16 @@ class Watch:
             ranks = set(range(self._member.size)) - {self._member.rank}
             beats = Board(self._member.address, self._member.port).beats(ranks).values()
             near = [b for b in beats if b.host == self._host and b.world == self._member.world]
-            lost = [stand_in.report_on(beat, stack=False) for beat in near]
+            # Looked at, not signalled: that a process is gone is seen by its number alone.
+            lost = [stand_in.report_on(beat, beat.pid, stack=False) for beat in near]
         return explain.last_words(last, lost)
 
     def _run(self) -> None:
-        board = self._board
+        board, endurance = self._board, Endurance("the watch over this rank")
         try:
             while not self._end.wait(interval(self._after)):
-                self._tick(board)
+                with endurance.turn(but=(BoardGone,)):
+                    self._tick(board)
             board.post_beat(self._beat(left=True))
         except BoardGone:
             return  # whoever kept the board is gone; the run will notice without us
@@ -138,6 +141,7 @@ class Watch:
         self._lead.tick(board, question)
 
     def _beat(self, *, left: bool = False) -> Beat:
+        stacks.prepare_stack_file()
         pulse, places = self._pulse, flight.places()
         now = time.monotonic()
         beat = Beat(
@@ -155,7 +159,6 @@ class Watch:
             longest_step=pulse.longest_step,
             left=left,
             main_thread=threading.main_thread().ident or 0,
-            stack_file=stacks.stack_file(),
             places=places,
         )
         self._beats += 1
@@ -247,7 +250,10 @@ class _Lead:
                 return
             try:
                 board = Board(member.address, member.port)
-                stand_in.answer_for_neighbours(board, question, range(member.size))
+                with Endurance("the watch over this rank").turn(but=(BoardGone,)):
+                    stand_in.answer_for_neighbours(
+                        board, question, range(member.size), stand_in.sibling
+                    )
             except BoardGone:
                 return
 

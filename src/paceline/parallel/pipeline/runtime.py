@@ -24,6 +24,7 @@ from paceline.parallel.pipeline.skeleton import Skeleton
 from paceline.parallel.pipeline.stage import Context, Microbatch, StageModule, StageWork, Traffic
 from paceline.parallel.pipeline.torch_stage import Live, Stage, Wire, make_schedule
 from paceline.parallel.term import Term
+from paceline.world import objects
 
 _SHAPES_KEPT = 64
 """How many kinds of batch are remembered; a new one costs a run of the model on fake tensors."""
@@ -200,8 +201,7 @@ class Pipeline:
     def _check_ties(self, held: dict[str, dict[int, nn.Parameter]]) -> None:
         """Once, all ranks together: copies that are split differently cannot be added."""
         own = {name: {s: tied.looks(p) for s, p in copies.items()} for name, copies in held.items()}
-        everyone: list[Any] = [None] * self._pp
-        dist.all_gather_object(everyone, own, group=self._group)
+        everyone = objects.all_gather(own, self._group)
         for name in own:
             seen = {stage: look for looks in everyone for stage, look in looks[name].items()}
             tied.check_alike(name, seen)

@@ -1,0 +1,342 @@
+"""Messages that a stranger left in a store: no file is named by them, no process signalled, and no
+thread that others rely on ends because of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_cases import wait_for
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+from paceline.checkpoint.memory.background import Worker
+from paceline.cli.train_nodes import Nodes
+from paceline.diagnose.hangs import stand_in
+from paceline.diagnose.hangs.board import Board
+from paceline.diagnose.hangs.oversee import HangOverseer
+from paceline.diagnose.hangs.report import Beat, Report
+from paceline.events import Event, Note
+from paceline.launch import endurance, liveness
+from paceline.launch.endurance import Endurance
+from paceline.launch.listening import listen
+from paceline.launch.liveness import RoundWatch
+from paceline.launch.logs import LogName, node_folder
+from paceline.launch.members import Member, Run
+from paceline.launch.messages import MOST_BYTES, BadMessage, decode, decode_number, encode
+from paceline.launch.news import LogPiece, LogTail, Mailbox, Told
+from paceline.launch.overseer import Started
+from paceline.launch.run_folder import RunFolder
+from paceline.launch.stores import Line, serve
+from paceline.launch.tether import Tether, Tethers
+from paceline.launch.verdicts import Verdicts
+
+ODD = [
+    b"",
+    b"not json",
+    b"\xff\xfe\x00",
+    b"[]",
+    b"null",
+    b"{}",
+    b'{"event": 5, "id": []}',
+    b'{"event": "{}", "id": "x"}',
+    b'{"event": "[1]", "id": "x"}',
+    b'{"event": "{\\"kind\\": \\"Note\\", \\"message\\": 7}", "id": "x"}',
+    b'{"event": "{\\"kind\\": \\"RanksStarted\\"}", "id": "x"}',
+    b'{"log": "../../../x", "data": "aGk="}',
+    b"[" * 100_000,
+    b'{"log": {"node": 1, "rank": 1}, "sender": 1, "data": "not base64"}',
+    b"9" * 5000,
+    b'"' + b"x" * (MOST_BYTES + 1) + b'"',
+]
+"""What might stand in a store instead of a message."""
+
+
+class StoreLine:
+    """A line to a store in this process."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+
+    def call(self, operation: Any) -> Any:
+        return operation(self.store)
+
+
+def leave(line: Any, text: bytes | str) -> None:
+    """Leave something in the store for node 0 to take, as a stranger would."""
+    number = line.call(lambda store: store.add("news/count", 1))
+    line.call(lambda store: store.set(f"news/{number}", text))
+
+
+# Files.
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../secrets", "/etc/passwd", "node1-b/../../x", {"node": "../x", "rank": 0}, 7, None],
+)
+def test_no_message_names_a_file(tmp_path: Path, name: Any) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    nodes = Nodes(
+        lambda: RunFolder(run), resume=None, config_text="", checkpoint_where=None, stack=None
+    )  # type: ignore[arg-type]
+    nodes.run = RunFolder(run)
+    said: list[str] = []
+    main = Mailbox(lambda _: None, nodes.keep_log, said.append)
+    main.new_round(["a", "b"], 0)
+    line: Any = StoreLine()
+    leave(line, json.dumps({"log": name, "sender": 1, "data": base64.b64encode(b"x").decode()}))
+    leave(line, encode(LogPiece(LogName(1, 3), 1, base64.b64encode(b"good").decode())))
+    main.exchange(line, is_main=True)
+    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == ["run/logs/node1-b/rank3.log"], "and the next one is taken all the same"
+    assert len(said) == 1
+    assert "left out" in said[0]
+
+
+@pytest.mark.parametrize("host", ["../../x", "/etc", "..", ".", "", "a/b", "x\0y", "ü" * 300])
+def test_a_host_of_any_name_has_a_folder_of_its_own(tmp_path: Path, host: str) -> None:
+    folder = node_folder(2, host)
+    assert folder.startswith("node2-")
+    assert (tmp_path / folder).resolve().parent == tmp_path
+    path = LogName(2, 0, attempt=1).path(tmp_path, host)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"hello")
+    found = LogTail(tmp_path, host).peek()
+    assert found is not None
+    assert (found.name, found.data) == (LogName(2, 0, 1), b"hello")
+
+
+def test_logs_of_node_0_and_of_no_node_are_not_for_others_to_write() -> None:
+    kept: list[Any] = []
+    main = Mailbox(lambda _: None, lambda *args: kept.append(args), lambda _: None)
+    main.new_round(["a", "b"], 0)
+    line: Any = StoreLine()
+    for sender in (0, -1, 2, 10**9):
+        leave(line, encode(LogPiece(LogName(0, 0), sender, "aGk=")))
+    main.exchange(line, is_main=True)
+    assert kept == []
+    with pytest.raises(ValueError, match="no such log"):
+        LogName(-1, 0)
+
+
+# Processes.
+
+
+def beat(rank: int, pid: int, **more: Any) -> Beat:
+    facts = {"world": (0, 1), "number": 1, "host": socket.gethostname(), "after": 1.0}
+    return Beat(rank=rank, pid=pid, still=9.0, moves=0, **{**facts, **more})
+
+
+def test_a_process_is_not_signalled_because_its_number_stands_in_a_store(tmp_path: Path) -> None:
+    victim = subprocess.Popen(["sleep", "60"], start_new_session=True)  # SIGUSR2 would end it
+    store = serve("127.0.0.1", 0)
+    board = Board("127.0.0.1", store.port)
+    overseer = HangOverseer(action="wait", say=None)
+    try:
+        board.post_beat(beat(0, victim.pid))
+        board.ask()
+        started = Started({0: os.getpid()}, 2, 0, ["a"], "127.0.0.1", store.port, 0, tmp_path)
+        overseer.started(started)
+        wait_for(lambda: board.answered(1, [0]), "the launcher to speak for its silent rank", 20)
+        assert victim.poll() is None
+        for find in (stand_in.started_here({0: os.getpid()}), stand_in.sibling):
+            stand_in.answer_for_neighbours(board, 2, [0, 1], find)
+        # Even of a process that it may ask, nobody is signalled who has not prepared for it.
+        assert stand_in.report_on(beat(0, victim.pid), victim.pid).stack == ()
+        assert victim.poll() is None
+    finally:
+        overseer.ended()
+        victim.send_signal(signal.SIGKILL)
+        victim.wait()
+
+
+def test_a_neighbour_is_known_by_its_parent(tmp_path: Path) -> None:
+    child = "import sys; print(1, flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert stand_in.sibling(beat(1, process.pid)) is None, "a child is no sibling"
+        assert stand_in.sibling(beat(1, 1)) is None
+        assert stand_in.sibling(beat(1, os.getpid())) == os.getpid()
+        assert stand_in.sibling(beat(1, os.getpid(), host="elsewhere")) is None
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+
+# Threads.
+
+
+def watch_of(store: TCPStore, mailbox: Mailbox, notices: list[str]) -> RoundWatch:
+    liveness.prepare(store, 2)
+    return RoundWatch(
+        lambda: Line("127.0.0.1", store.port, 1.0),
+        Line("127.0.0.1", store.port, 1.0),
+        node=0,
+        hosts=["a", "b"],
+        timeout=60.0,
+        mailbox=mailbox,
+        notice=notices.append,
+    )
+
+
+def beats_of(store: TCPStore) -> int:
+    return int(store.add("alive/0", 0))
+
+
+def test_the_watch_over_nodes_survives_any_message_and_any_callback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness, "beat_seconds", lambda _: 0.02)
+    written: list[Event] = []
+
+    def write(event: Event) -> None:
+        if isinstance(event, Note) and event.message == "full disk":
+            raise OSError(28, "No space left on device")
+        written.append(event)
+
+    notices: list[str] = []
+    mailbox = Mailbox(write, lambda *_: None, notices.append)
+    mailbox.new_round(["a", "b"], 0)
+    store = serve("127.0.0.1", 0)
+    line = Line("127.0.0.1", store.port, 1.0)
+    watch = watch_of(store, mailbox, notices)
+    try:
+        for odd in ODD:
+            if odd:
+                leave(line, odd)
+        leave(line, encode(Told(Note(message="full disk").to_json(), "1")))
+        leave(line, encode(Told(Note(message="after all that").to_json(), "2")))
+        wait_for(
+            lambda: any(getattr(e, "message", "") == "after all that" for e in written), "it", 30
+        )
+        for key in ("over", "waiting", "left/1", "alive/1"):
+            kept = store.get(key)
+            for odd in (b"\xff\xff", b"[", b'{"closed": 5}', b"-", b"1e999"):
+                store.set(key, odd)
+                time.sleep(0.05)
+            store.set(key, kept)
+        seen = beats_of(store)
+        wait_for(lambda: beats_of(store) > seen + 2, "further signs of life", 30)
+        assert watch._thread.is_alive()
+        assert watch.closed is None
+        assert all(isinstance(event.message, str) for event in written if isinstance(event, Note))
+        assert any("No space left" in text for text in notices)
+        assert len(notices) < 20, "rate-limited"
+    finally:
+        watch.stop("ended")
+        line.close()
+
+
+def test_trouble_is_reported_once_a_minute_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(endurance.time, "monotonic", lambda: now[0])
+    said: list[str] = []
+    enduring = Endurance("the watch", said.append)
+    for second in range(130):
+        now[0] = second
+        with enduring.turn("reading"):
+            raise ValueError("odd\x1b[31m\nmore")
+    assert [text.count("more like it") for text in said] == [0, 1, 1]
+    assert said[1].startswith("reading: ValueError: odd\N{REPLACEMENT CHARACTER}[31m (and 59 more")
+    with pytest.raises(KeyError), enduring.turn(but=(KeyError,)):
+        raise KeyError("the caller's")
+    with pytest.raises(KeyboardInterrupt), enduring.turn():
+        raise KeyboardInterrupt
+
+
+def test_connections_that_say_nothing_or_nonsense_do_not_disturb_the_tethers() -> None:
+    tethers = Tethers(listen("127.0.0.1", 0), 3, lambda _: None)
+    strangers = [socket.create_connection(("127.0.0.1", tethers.port)) for _ in range(200)]
+    try:
+        for number, stranger in enumerate(strangers[:100]):
+            stranger.sendall([b"\0\0\0\x7f", b"x", b"\xff" * 1000, b"\0\0\0\0"][number % 4])
+        node = Tether("127.0.0.1", tethers.port, 2, 1.0)
+        time.sleep(0.2)
+        for stranger in strangers:
+            stranger.close()
+        time.sleep(0.2)
+        assert tethers.hung_up == set()
+        node.close()
+        wait_for(lambda: tethers.hung_up == {2}, "the end of the one that is a node", 10)
+    finally:
+        tethers.close()
+
+
+def test_a_verdict_that_is_none_is_no_verdict() -> None:
+    store = serve("127.0.0.1", 0)
+    verdicts = Verdicts(store, 0, 2)
+    store.set("verdict", '{"ending": 5}')
+    verdicts.watch([0, 1])
+    store.set("done/1", "")
+    try:
+        wait_for(lambda: 1 in verdicts._done, "what comes after it", 10)
+        assert verdicts.found() is None
+    finally:
+        verdicts.close()
+
+
+def test_odd_signs_of_life_are_left_out_and_the_rest_is_read() -> None:
+    store = serve("127.0.0.1", 0)
+    board = Board("127.0.0.1", store.port)
+    board.post_beat(beat(1, 1))
+    for odd in ODD:
+        store.set("paceline/watch/beat/0", odd)
+        store.set("paceline/watch/report/1/0", odd)
+        store.set("paceline/watch/leader", odd)
+        assert set(board.beats([0, 1])) == {1}
+        assert board.reports(1, [0, 1]) == {}
+        assert board.leader() == (0, 0)
+    store.set("paceline/watch/beat/0", beat(5, 1).to_json())
+    assert set(board.beats([0, 1])) == {1}, "a rank speaks for itself"
+
+
+# Reading.
+
+
+@pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
+@pytest.mark.parametrize("kind", [Member, Run, Beat, Report, Told, LogPiece])
+def test_what_is_no_message_is_a_bad_message_and_nothing_else(kind: Any, odd: bytes) -> None:
+    if (kind is Told and b'"id": "x"' in odd) or (kind is LogPiece and b"not base64" in odd):
+        return  # found out when it is delivered
+    with pytest.raises(BadMessage):
+        decode(kind, odd)
+
+
+def test_messages_come_out_as_they_went_in() -> None:
+    run = Run("/runs/x", "abc", ("/a", "/b"), True)
+    for message in (
+        Member("i", "h", "10.0.0.1", 2, 3, {"steps": "1"}, 1, 0, run, {"i": "h"}, "10.0.0.2", True),
+        beat(3, 7, step=None, longest_step=1),
+        run,
+    ):
+        assert decode(type(message), encode(message)) == message
+    assert decode_number(b"-12") == -12
+    for odd in (b"1.5", b"\xff", b"9" * 100, b"0x1", b""):
+        with pytest.raises(BadMessage):
+            decode_number(odd)
+
+
+def test_a_snapshot_that_fails_does_not_end_the_thread_that_keeps_them(capfd) -> None:
+    background = Worker()
+    done: list[int] = []
+    for job in (lambda: 1 // 0, lambda: done.append(1)):
+        background.begin(job)
+        background.wait()
+    background.end()
+    assert done == [1]
+    assert "a snapshot was not kept: ZeroDivisionError" in capfd.readouterr().err
