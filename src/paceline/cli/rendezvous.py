@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.screen import echo
+
 
 def rendezvous(
     port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535)] = 29400,
@@ -31,7 +33,7 @@ def rendezvous(
     except LineLost as error:
         raise LaunchError(f"--port {port}: cannot serve there: {error}") from None
     host = socket.gethostname()
-    typer.echo(f"serving at port {port}: paceline train … --rdzv {host}:{port} on each machine")
+    echo(f"serving at port {port}: paceline train … --rdzv {host}:{port} on each machine")
     while not ended.wait(3600):
         pass
     del store

@@ -17,6 +17,7 @@ from paceline.config.secret_words import shown
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import Event, EventLog
 from paceline.launch.run_folder import RunFolder, has_mark
+from paceline.untrusted import printable
 from paceline.version import __version__
 
 if TYPE_CHECKING:
@@ -263,4 +264,4 @@ def _quiet_torch() -> dict[str, str]:
 
 def _say(message: str) -> None:
     with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
