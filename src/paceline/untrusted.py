@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 MIB = 1024 * 1024
+MOST_CONFIG_BYTES = 128 * 1024
+"""The largest config: a YAML parser takes seconds for such a one."""
 _CHUNK = MIB
 
 _KINDS = {
