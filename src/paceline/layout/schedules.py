@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from paceline.errors import LayoutError
 from paceline.layout import orders
+from paceline.layout.layout import shown_number
 from paceline.layout.orders import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Group
 
 
@@ -33,6 +34,11 @@ _KINDS = {
     "zbv": _Kind(orders.zbv, v_shaped=True, stages_per_rank=2, default_stages=2),
     "dualpipev": _Kind(orders.dualpipev, v_shaped=True, stages_per_rank=2, default_stages=2),
 }
+MOST_RANKS = 256
+"""The longest pipeline whose table is made: its time goes with the square of it."""
+MOST_CELLS = 8_192
+"""The largest table that is made: stages times microbatches."""
+_LONGEST = 1e12
 SCHEDULES = tuple(_KINDS)
 """The names of the schedules there are."""
 
@@ -71,6 +77,22 @@ def check_schedule(
         )
 
 
+def check_size(name: str, pp: int, microbatches: int, stages_per_rank: int | None = None) -> None:
+    """Raise :class:`LayoutError` unless the whole table can be made and looked at."""
+    stages = pp * _stages_per_rank(name, pp, stages_per_rank)
+    if pp > MOST_RANKS:
+        raise LayoutError(
+            f"schedule {name!r}: {shown_number(pp)} ranks are too many to be laid out one by one; "
+            f"{MOST_RANKS} are the most. The pattern repeats: look at fewer."
+        )
+    if stages * microbatches > MOST_CELLS:
+        raise LayoutError(
+            f"schedule {name!r}: {shown_number(stages)} stages × {shown_number(microbatches)} "
+            f"microbatches are too many to be laid out one by one; {MOST_CELLS} are the most. The "
+            "pattern repeats: look at fewer ranks or microbatches."
+        )
+
+
 def placement(name: str, pp: int, stages_per_rank: int | None = None) -> list[list[int]]:
     """Which stages each rank holds, by rank: dealt out in turn, or to the last rank and back."""
     stages = _stages_per_rank(name, pp, stages_per_rank)
@@ -105,8 +127,8 @@ class Costs:
                     f"costs: {name} has {len(values)} values, but the schedule has {stages} "
                     "stages. Give one number, or one for each stage."
                 )
-            if any(value < 0 for value in values):
-                raise LayoutError(f"costs: {name}={cost} must not be negative.")
+            if not all(0 <= value <= _LONGEST for value in values):
+                raise LayoutError(f"costs: {name}={cost} must be a number from 0 to {_LONGEST:g}.")
 
 
 _COST_OF = {
@@ -198,6 +220,7 @@ def build_schedule(
 
     The order of each rank is the one ``torch.distributed.pipelining`` executes.
     """
+    check_size(name, pp, microbatches, stages_per_rank)
     check_schedule(name, pp, microbatches, stages_per_rank)
     stages = _stages_per_rank(name, pp, stages_per_rank)
     costs = costs or Costs()
@@ -306,4 +329,5 @@ def _stages_per_rank(name: str, pp: int, stages_per_rank: int | None) -> int:
 
 def _check_count(what: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise LayoutError(f"schedule: {what}={value!r} must be a whole number, 1 or more.")
+        shown = shown_number(value) if isinstance(value, int) else repr(value)
+        raise LayoutError(f"schedule: {what}={shown} must be a whole number, 1 or more.")
