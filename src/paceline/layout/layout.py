@@ -43,9 +43,11 @@ class Layout:
                         f"layout: zero={value} must be 0, 1, 2 or 3 (what data-parallel ranks "
                         "shard: nothing, optimizer state, + gradients, + parameters)."
                     )
-            elif not 1 <= value <= MOST_RANKS:
+            elif value < 1:
+                raise LayoutError(f"layout: {name}={shown_number(value)} must be 1 or more.")
+            elif value > MOST_RANKS:
                 raise LayoutError(
-                    f"layout: {name}={shown_number(value)} must be from 1 to {MOST_RANKS}."
+                    f"layout: {name}={shown_number(value)} must be {MOST_RANKS} at most."
                 )
         if self.world_size > MOST_RANKS:
             raise LayoutError(

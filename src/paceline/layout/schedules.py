@@ -127,8 +127,10 @@ class Costs:
                     f"costs: {name} has {len(values)} values, but the schedule has {stages} "
                     "stages. Give one number, or one for each stage."
                 )
-            if not all(0 <= value <= _LONGEST for value in values):
-                raise LayoutError(f"costs: {name}={cost} must be a number from 0 to {_LONGEST:g}.")
+            if any(value < 0 for value in values):
+                raise LayoutError(f"costs: {name}={cost} must not be negative.")
+            if not all(value <= _LONGEST for value in values):
+                raise LayoutError(f"costs: {name}={cost} must be a number up to {_LONGEST:g}.")
 
 
 _COST_OF = {
