@@ -14,9 +14,7 @@ from typing import Any
 
 from fuzzing import readers, template
 from fuzzing.mutations import Mutator
-from fuzzing.sandbox import Surroundings
-
-Prepared = tuple[list[str], Callable[[], Any], list[str]]
+from fuzzing.sandbox import CANARY, Prepared
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Maker:
     run: Path
     weights: Path
     recipes: Path
-    around: Surroundings
+    outside: Path
     seed: int
 
     def make(self, kind: str, number: int) -> Callable[[Path], Prepared]:
@@ -34,7 +32,7 @@ class Maker:
 
         def prepare(box: Path) -> Prepared:
             chance = random.Random(f"{self.seed} {kind} {number}")
-            hand = Mutator(chance, self.around.outside, self.around.canary)
+            hand = Mutator(chance, self.outside, CANARY)
             command, call = _KINDS[kind](self, hand, box)
             return command, call, hand.done
 
@@ -70,11 +68,11 @@ def _spoil_checkpoint(hand: Mutator, folder: Path) -> None:
     chance = hand.chance
     step = folder / chance.choice(("step-000000002", "step-000000004"))
     manifest = step / "manifest.json"
-    if chance.random() < 0.7 and manifest.is_file() and os.stat(manifest).st_size < 1 << 20:
+    if chance.random() < 0.7 and _is_plain(manifest):
         rest = manifest.read_bytes().partition(b"\n")[2]
         try:
             content = json.loads(rest)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         content = hand.mutate(content, chance.randint(1, 3))
         body = hand.json_text(content)
@@ -83,9 +81,14 @@ def _spoil_checkpoint(hand: Mutator, folder: Path) -> None:
         head = hand.mutate({"paceline_checkpoint": 2}) if chance.random() < 0.05 else None
         manifest.write_bytes(template.with_hash(body, head if isinstance(head, dict) else None))
         return
-    there = [folder, folder / ".lock", step, *(step.iterdir() if step.is_dir() else ())]
+    there = [
+        folder,
+        folder / ".lock",
+        step,
+        *(step.iterdir() if step.is_dir() and not step.is_symlink() else ()),
+    ]
     path = chance.choice(there)
-    if path.is_file() and chance.random() < 0.5 and os.stat(path).st_size < 1 << 20:
+    if _is_plain(path) and chance.random() < 0.5:
         path.write_bytes(hand.spoil(path.read_bytes()))
     else:
         hand.break_file(path)
@@ -116,10 +119,10 @@ def _run(maker: Maker, hand: Mutator, box: Path) -> tuple[list[str], Callable[[]
         if chance.random() < 0.7:
             _spoil_events(hand, run / "events.jsonl")
         else:
-            logs = [path for path in run.rglob("*.log") if path.is_file()]
+            logs = [path for path in run.rglob("*.log") if _is_plain(path)]
             names = [run / name for name in ("events.jsonl", "config.yaml", ".lock", "logs")]
             path = chance.choice([*names, *logs])
-            if path.is_file() and chance.random() < 0.5 and os.stat(path).st_size < 1 << 20:
+            if _is_plain(path) and chance.random() < 0.5:
                 path.write_bytes(hand.spoil(path.read_bytes()))
             else:
                 hand.break_file(path)
@@ -137,7 +140,7 @@ def _run(maker: Maker, hand: Mutator, box: Path) -> tuple[list[str], Callable[[]
 
 def _spoil_events(hand: Mutator, path: Path) -> None:
     chance = hand.chance
-    if not path.is_file() or os.stat(path).st_size > 1 << 20:
+    if not _is_plain(path):
         return
     lines = path.read_bytes().splitlines()
     for _ in range(chance.choice((1, 2, 5, 20))):
@@ -148,7 +151,7 @@ def _spoil_events(hand: Mutator, path: Path) -> None:
         if how < 0.75:
             try:
                 record = json.loads(lines[at])
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             lines[at] = hand.json_text(hand.mutate(record, chance.randint(1, 2)))
         elif how < 0.85:
@@ -202,6 +205,12 @@ def _schedule(hand: Mutator) -> list[str]:
         command += ["--svg", chance.choice(("x.svg", "/dev/full", "/no/x.svg", ".", ""))]
     hand.done.append("arguments")
     return command
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether it is a small file of the box, and not where a link leads."""
+    inside = not any(one.is_symlink() for one in (path, *path.parents))
+    return inside and path.is_file() and os.stat(path).st_size < 1 << 20
 
 
 def _argument(hand: Mutator) -> str:

@@ -130,10 +130,10 @@ class Mutator:
         }
         how = self.chance.choice(list(breaks))
         self.done.append(f"{path.name}: {how}")
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        elif path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
         breaks[how](path)
 
 

@@ -1,9 +1,8 @@
-"""One case in a process of its own: forked, limited, timed, and its surroundings looked at."""
+"""One case in a process of its own: shut in, limited, timed, and its surroundings looked at."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import io
 import os
@@ -20,10 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fuzzing.isolation import drop_rights, leave_the_machine, shut_in
+
+CANARY = 2
+"""The process that must get no signal: the second of its namespace. The first notes them, too."""
 _MEMORY = 2 << 30
 _FILE = 256 << 20
 # What moves a terminal: control characters but line end and tab, and their eight-bit forms.
 _CONTROLS = {*map(chr, range(32)), *map(chr, range(127, 160))} - {"\n", "\t"}
+
+Prepared = tuple[list[str], Callable[[], Any], list[str]]
+"""The command in words, what is called, and what was done to its input."""
 
 
 @dataclass
@@ -37,48 +43,39 @@ class Outcome:
     command: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What a case must leave alone: files ``outside``, and the process ``canary``."""
-
-    outside: Path
-    canary: int
-
-
 def run_case(
-    prepare: Callable[[Path], tuple[list[str], Callable[[], Any], list[str]]],
-    box: Path,
-    around: Surroundings,
-    limit: float,
+    prepare: Callable[[Path], Prepared], folder: Path, name: str, outside: Path, limit: float
 ) -> Outcome:
-    """Fork, let the child make its case in ``box`` and run it, look at what it left."""
-    box.mkdir(mode=0o755)
-    before = _state_of(around.outside)
+    """Let a child make its case in ``folder/name`` and run it; look at what it left.
+
+    Nothing but ``folder`` can be written by it, and in there ``outside`` must stay as it is.
+    """
+    box = folder / name
+    box.mkdir()
+    before = _state_of(outside)
     read, write = os.pipe()
     started = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        _child(prepare, box, write)
+        _guard(prepare, folder, box, write)
     os.close(write)
     outcome = Outcome()
-    status = _wait(pid, limit)
+    ended = _wait(pid, limit)
     outcome.seconds = time.monotonic() - started
     with os.fdopen(read, "rb") as pipe:
-        told = pipe.read()
-    if told:
-        for part in _messages(told):
+        for part in _messages(pipe.read()):
             _take(outcome, part)
-    if status is None:
+    if not ended:
         outcome.wrong["hang"] = f"more than {limit:g} s"
-    elif os.WIFSIGNALED(status):
-        outcome.wrong["killed"] = signal.Signals(os.WTERMSIG(status)).name
-    if _state_of(around.outside) != before:
+    elif outcome.status is None and not outcome.wrong:
+        outcome.wrong["killed"] = "it ended without a word"
+    if _state_of(outside) != before:
         outcome.wrong["outside"] = "files outside of the run were touched"
-    for name in ("stdout", "stderr"):
+    for stream in ("stdout", "stderr"):
         with contextlib.suppress(OSError):
-            text = (box / name).read_text(encoding="utf-8", errors="surrogateescape")
+            text = (box / stream).read_text(encoding="utf-8", errors="surrogateescape")
             if found := _CONTROLS & {*text}:
-                outcome.wrong["escapes"] = f"{sorted(found)!r} on {name}"
+                outcome.wrong["escapes"] = f"{sorted(found)!r} on {stream}"
     _remove(box)
     return outcome
 
@@ -100,57 +97,102 @@ def _take(outcome: Outcome, part: tuple[str, Any]) -> None:
         outcome.wrong[name] = value
 
 
-def _wait(pid: int, limit: float) -> int | None:
-    """The status of a child; ``None`` where it had to be ended."""
+def _wait(pid: int, limit: float) -> bool:
+    """Whether a child ended by itself; it is ended, and all that it started with it."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return status
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return True
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return None
+    return False
 
 
-def _child(prepare: Any, box: Path, write: int) -> None:
-    """In the child: never returns."""
+def _guard(prepare: Any, folder: Path, box: Path, write: int) -> None:
+    """The child: makes the namespaces, and waits for the first process in them."""
+    try:
+        leave_the_machine()
+        first = os.fork()
+        if first == 0:
+            _first(prepare, folder, box, write)
+        os.waitpid(first, 0)
+        os._exit(0)
+    except BaseException as error:
+        _tell(write, "traceback", _told(error))
+        os._exit(1)
 
-    def tell(name: str, value: Any) -> None:
-        os.write(write, pickle.dumps((name, value)))
 
-    code = 0
+def _first(prepare: Any, folder: Path, box: Path, write: int) -> None:
+    """Process 1: shuts itself in, starts the canary and the case; all ends with it."""
+    try:
+        shut_in(folder)
+        _note_signals(write)
+        canary = os.fork()
+        if canary == 0:
+            _note_signals(write)
+            while True:
+                time.sleep(3600)
+        assert canary == CANARY, canary
+        case = os.fork()
+        if case == 0:
+            _case(prepare, box, write)
+        ended = 0
+        while ended != case:
+            ended = os.wait()[0]
+            if ended == canary:
+                _tell(write, "signalled", "the other process was ended")
+        os._exit(0)
+    except BaseException as error:
+        _tell(write, "traceback", _told(error))
+        os._exit(1)
+
+
+def _note_signals(write: int) -> None:
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, lambda n, _: _tell(write, "signalled", signal.Signals(n).name))
+
+
+def _case(prepare: Any, box: Path, write: int) -> None:
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
         os.setsid()
         os.chdir(box)
         os.environ["HOME"] = str(box)
         command, call, done = prepare(box)
-        tell("command", command)
-        tell("done", done)
-        _limits(box)
-        threading.excepthook = lambda args: tell("thread", _told(args.exc_value))
+        _tell(write, "command", command)
+        _tell(write, "done", done)
+        _limit(box)
+        threading.excepthook = lambda args: _tell(write, "thread", _told(args.exc_value))
         try:
             call()
             status: int | None = 0
         except SystemExit as ending:
             status = ending.code if isinstance(ending.code, int) else 1
-        tell("status", status)
+        _tell(write, "status", status)
     except BaseException as error:
-        tell("traceback", _told(error))
-        code = 99
+        _tell(write, "traceback", _told(error))
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
+        os._exit(0)
+
+
+def _tell(write: int, name: str, value: Any) -> None:
+    os.write(write, pickle.dumps((name, value)))
 
 
 def _told(error: BaseException | None) -> str:
-    lines = traceback.format_exception(error)
-    return "".join(lines)[-3000:]
+    return "".join(traceback.format_exception(error))[-3000:]
 
 
-def _limits(box: Path) -> None:
+def _limit(box: Path) -> None:
     """A common user's rights, so much memory more than now, output into files."""
     for name, stream in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(box / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), stream)
@@ -161,15 +203,7 @@ def _limits(box: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE, _FILE))
-    _drop_capabilities()
-
-
-def _drop_capabilities() -> None:
-    """So that a file without rights cannot be read by root either."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    version_3 = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    if libc.capset(version_3, (ctypes.c_uint32 * 6)()) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
+    drop_rights()
 
 
 def _state_of(folder: Path) -> str:
@@ -189,37 +223,3 @@ def _remove(box: Path) -> None:
         for root, _, _ in os.walk(box):
             os.chmod(root, 0o700)
         shutil.rmtree(box)
-
-
-class Canary:
-    """A process that must get no signal; it writes down every one that it gets."""
-
-    def __init__(self, folder: Path) -> None:
-        self._log = folder / "signals"
-        self._log.write_bytes(b"")
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._live()
-
-    def signals(self) -> list[str]:
-        """The names of those it got, and that it died where it did."""
-        died = os.waitpid(self.pid, os.WNOHANG)[0] != 0
-        numbers = [signal.Signals(number).name for number in self._log.read_bytes()]
-        return numbers + ["it was ended"] * died
-
-    def close(self) -> None:
-        """End it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-
-    def _live(self) -> None:
-        parent = os.getppid()
-        log = os.open(self._log, os.O_WRONLY | os.O_APPEND)
-        os.setsid()
-        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
-            with contextlib.suppress(OSError, ValueError):
-                signal.signal(number, lambda n, _: os.write(log, bytes([n])))
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(0)

@@ -17,6 +17,7 @@ from paceline.config.validate import validate
 from paceline.config.values import found
 from paceline.config.wire import spelled_out
 from paceline.errors import ConfigError
+from paceline.untrusted import MOST_CONFIG_BYTES, read_bytes
 
 SUFFIXES = (".yaml", ".yml", ".json", ".py")
 
@@ -114,14 +115,14 @@ def _text(file: FilePath, name: str) -> str:
             raise ConfigError(_missing(file, name))
         if file.suffix not in SUFFIXES:
             raise ConfigError(f"{name}: a config file must end with {', '.join(SUFFIXES)}")
-        return file.read_bytes().decode("utf-8-sig")
+        return read_bytes(file, MOST_CONFIG_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{name}: not UTF-8 text (byte {error.object[error.start]:#04x} at offset "
             f"{error.start}); save it as UTF-8"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{name}: cannot be read: {error.strerror or error}") from None
 
 
 def _missing(file: FilePath, name: str) -> str:
