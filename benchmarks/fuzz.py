@@ -127,22 +127,12 @@ def _figures(
 
 
 def _show(found: dict[str, Any]) -> None:
-    columns = (
-        "kind",
-        "cases",
-        "refused",
-        "tracebacks",
-        "hangs",
-        "outside",
-        "signalled",
-        "escapes",
-        "slowest",
-    )
+    columns = ("cases", "refused", "tracebacks", "hangs", "outside", "signalled", "escapes")
     rows = [
-        [kind, *(str(row[name]) for name in columns[1:-1]), f"{row['slowest']:.1f} s"]
+        [kind, *(str(row[name]) for name in columns), f"{row['slowest']:.1f} s"]
         for kind, row in found["kinds"].items()
     ]
-    report.show("Hostile input", columns, rows)
+    report.show("Hostile input", ("kind", *columns, "slowest"), rows)
     report.console.print(f"{found['seconds']:.0f} s")
 
 

@@ -81,12 +81,8 @@ def _spoil_checkpoint(hand: Mutator, folder: Path) -> None:
         head = hand.mutate({"paceline_checkpoint": 2}) if chance.random() < 0.05 else None
         manifest.write_bytes(template.with_hash(body, head if isinstance(head, dict) else None))
         return
-    there = [
-        folder,
-        folder / ".lock",
-        step,
-        *(step.iterdir() if step.is_dir() and not step.is_symlink() else ()),
-    ]
+    inside = step.iterdir() if step.is_dir() and not step.is_symlink() else ()
+    there = [folder, folder / ".lock", step, *inside]
     path = chance.choice(there)
     if _is_plain(path) and chance.random() < 0.5:
         path.write_bytes(hand.spoil(path.read_bytes()))

@@ -1,4 +1,4 @@
-"""A place where hostile input can do no harm: nothing but one folder can be written, no process seen.
+"""A place where hostile input can do no harm: one folder to write in, no process to be seen.
 
 What is tried may be broken in ways nobody thought of. So a case gets namespaces of its own before
 anything hostile is made: every file system is read-only there except for the folder of the fuzzer,
