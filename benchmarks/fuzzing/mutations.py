@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -68,7 +69,8 @@ class Mutator:
             container.insert(key, self.value())
         elif how == "exchange":
             other, other_key = self.chance.choice(places)
-            container[key] = copy.deepcopy(other[other_key])
+            with contextlib.suppress(RecursionError):  # what an earlier mutation has nested deeply
+                container[key] = copy.deepcopy(other[other_key])
         else:
             container[key] = self.value()
         return data
@@ -129,6 +131,8 @@ class Mutator:
             "empty": lambda p: p.write_bytes(b""),
         }
         how = self.chance.choice(list(breaks))
+        if not path.parent.is_dir() or any(one.is_symlink() for one in path.parents):
+            return  # what an earlier mutation has taken away, or put elsewhere
         self.done.append(f"{path.name}: {how}")
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -372,7 +372,7 @@ class EventsLost(Event):
     """
 
     count: int
-    since: float
+    since: Moment
     error: str
     what: dict[str, int] = field(default_factory=dict)
 
