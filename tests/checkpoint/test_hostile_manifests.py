@@ -121,6 +121,15 @@ def test_bodies_that_are_none(folder: Folder, body: bytes, says: str) -> None:
     assert listed.state == "damaged"
 
 
+def test_a_first_line_that_no_hash_can_match(folder: Folder) -> None:
+    path = folder.storage.root / "step-000000007" / "manifest.json"
+    path.write_bytes(b'{"paceline_checkpoint": 2, "bytes": 2, "xxh3_128": "\\ud800"}\n{}\n')
+    with pytest.raises(CheckpointDamaged):
+        folder.get(7).manifest  # noqa: B018
+    (listed,) = list_checkpoints(folder.where)
+    assert listed.state == "damaged"
+
+
 def test_info_is_not_nested_without_end(folder: Folder) -> None:
     deep: Any = []
     for _ in range(200):

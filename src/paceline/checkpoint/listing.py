@@ -143,9 +143,9 @@ def _look_at_old(storage: Storage, name: str) -> Listed:
 
 def _summary(data: bytes, where: str, digest: Digest) -> dict[str, Any]:
     """Step, info and the sizes of files of a manifest, which may go on for megabytes after them."""
-    body, _ = checked_body(data, where, digest)
     found: dict[str, Any] = {}
     try:
+        body, _ = checked_body(data, where, digest)
         for key, value in _members(body.decode()):
             found[key] = value
             if key == "files":

@@ -111,8 +111,8 @@ class Manifest:
 
         ``digest`` is the reader's: where it has a key, nothing but what has that key is taken.
         """
-        body, found = checked_body(data, where, digest)
         try:
+            body, found = checked_body(data, where, digest)
             return cls._from_content(parse_json(body), found.name)
         except ValueError as error:
             raise CheckpointDamaged(f"{where} is damaged: {error}.") from None
