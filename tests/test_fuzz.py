@@ -75,11 +75,11 @@ def _kill(pid: int, number: int) -> None:
 
 
 def test_a_case_can_neither_write_on_the_machine_nor_signal_its_processes(tmp_path: Path) -> None:
-    me = os.getpid()
+    me, home = os.getpid(), Path.home()
 
     def attack(box: Path) -> None:
         (box / "here").write_text("the box is writable")
-        for place in ("/dev/new", str(Path.home() / "new"), f"{sys.prefix}/new", "/tmp/new"):
+        for place in ("/dev/new", f"{home}/new", f"{sys.prefix}/new", "/tmp/new"):
             with pytest.raises(OSError, match=r"Read-only|No such"):
                 Path(place).write_text("x")
         with pytest.raises(ProcessLookupError):
