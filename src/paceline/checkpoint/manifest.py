@@ -192,7 +192,8 @@ def _stored(value: Any, name: str, whole: tuple[int, ...]) -> Stored:
 
 def _object_from_json(name: str, value: Any) -> ObjectEntry:
     where = f"object {name!r}"
-    return ObjectEntry(*_place(*fields.array(value, where, 3), where))
+    file, start, length = fields.array(value, where, 3)
+    return ObjectEntry(*_place(file, start, length, where))
 
 
 def _place(file: Any, start: Any, length: Any, where: str) -> tuple[str, int, int]:
