@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from pathlib import Path
+
+import pytest
 
 from paceline import events
 from paceline.events import EvalDone, Event, EventLog, Note, StepDone
@@ -63,3 +66,45 @@ def test_several_writers_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len({event.step for event in events.read(tmp_path)}) == 800
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"kind": "StepDone"}',
+        b'{"kind": ["StepDone"]}',
+        b'{"kind": {}}',
+        b"[]",
+        b"5",
+        b"",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"kind": "Note", "message": 5}',
+        b'{"kind": "Note", "message": "a", "time": "now"}',
+        b'{"kind": "Note", "message": "a", "time": 1e300}',
+        b'{"kind": "Note", "message": "a", "time": -5}',
+        b'{"kind": "Note", "message": "a", "message": "b"}',
+        b'{"kind": "WireUsed", "step": 1, "steps": 0, "bytes_sent": [1], "bytes_plain": [1]}',
+        b'{"kind": "WireUsed", "step": 1, "steps": 1, "bytes_sent": [], "bytes_plain": [1]}',
+        b'{"kind": "HangOver", "step": 1, "seconds": "nan"}',
+        b'{"kind": "HangOver", "step": 1.5, "seconds": 1}',
+        b'{"kind": "HangOver", "step": 1' + b"0" * 400 + b', "seconds": 1}',
+    ],
+)
+def test_a_line_that_is_no_event_is_passed_over(line: bytes, tmp_path: Path) -> None:
+    assert Event.from_json(line) is None
+    good = Note(message="nan").to_json().encode()
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join([good, line, good]) + b"\n")
+    assert [e.message for e in events.read(tmp_path)] == ["nan", "nan"]
+
+
+def test_a_log_that_is_no_file_or_larger_than_any_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    os.mkfifo(log)
+    with pytest.raises(OSError, match="a pipe"):
+        list(events.read(tmp_path))
+    log.unlink()
+    with open(log, "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="at most"):
+        list(events.read(tmp_path))

@@ -21,16 +21,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from paceline.record_fields import FINITE, MOMENT, NOT_EMPTY, POSITIVE, read_fields
+from paceline.untrusted import MIB, open_file, parse_json, read_lines
 
 FILE_NAME = "events.jsonl"
+MOST_BYTES = 2048 * MIB
+"""The largest event log that is read: that of some ten million steps."""
+LONGEST_LINE = 16 * MIB
+"""The longest event: the stacks of a few thousand ranks."""
+
+Seconds = Annotated[float, FINITE]
+Steps = Annotated[int, POSITIVE]
+Moment = Annotated[float, MOMENT]
+ByRank = Annotated[list[int], NOT_EMPTY]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """One thing that happened; ``time`` is seconds since the epoch."""
 
-    time: float = field(default_factory=time.time)
+    time: Moment = field(default_factory=time.time)
 
     kinds: ClassVar[dict[str, type[Event]]] = {}
 
@@ -45,17 +57,18 @@ class Event:
         return json.dumps({"kind": type(self).__name__, **_plain(dataclasses.asdict(self))})
 
     @staticmethod
-    def from_json(line: str) -> Event | None:
-        """The record in ``line``; ``None`` when its kind is unknown or the line is cut short."""
+    def from_json(line: str | bytes) -> Event | None:
+        """The record in ``line``; ``None`` where there is none that this version can read.
+
+        The line may be cut short or be anything else, its kind may be unknown, a field may be
+        missing or not of its type.
+        """
         try:
-            data = json.loads(line)
-        except json.JSONDecodeError:
+            data = parse_json(line)
+            cls = Event.kinds.get(kind) if (kind := kind_of(data)) else None
+            return None if cls is None else cls(**read_fields(cls, data))
+        except ValueError:
             return None
-        cls = Event.kinds.get(data.pop("kind", "")) if isinstance(data, dict) else None
-        if cls is None:
-            return None
-        known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{k: _numbers(v) for k, v in data.items() if k in known})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +110,7 @@ class StepDone(Event):
     loss: float
     lr: float
     samples: int
-    seconds: float
+    seconds: Seconds
     grad_norm: float | None = None
     skipped: bool = False
 
@@ -110,7 +123,7 @@ class EvalDone(Event):
     epoch: int
     metrics: dict[str, float]
     samples: int
-    seconds: float
+    seconds: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +134,7 @@ class EpochDone(Event):
     epoch: int
     loss: float
     samples: int
-    seconds: float
+    seconds: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +142,13 @@ class MemoryMeasured(Event):
     """Bytes held by each rank, by rank; ``activations`` and ``peak`` are of the measured step."""
 
     step: int
-    parameters: list[int]
-    gradients: list[int]
-    optimizer: list[int]
-    buffers: list[int]
-    activations: list[int]
-    peak: list[int]
-    current: list[int]
+    parameters: ByRank
+    gradients: ByRank
+    optimizer: ByRank
+    buffers: ByRank
+    activations: ByRank
+    peak: ByRank
+    current: ByRank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +163,9 @@ class CheckpointSaved(Event):
     step: int
     path: str
     bytes: int
-    seconds: float
+    seconds: Seconds
     reason: str
-    stalled: float = 0.0
+    stalled: Seconds = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +185,7 @@ class RestoreTried(Event):
     step: int | None
     ok: bool
     detail: str
-    seconds: float
+    seconds: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +223,7 @@ class RunFinished(Event):
     step: int
     epoch: int
     samples: int
-    seconds: float
+    seconds: Seconds
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -253,7 +266,7 @@ class Restarting(Event):
 
     reason: str
     detail: str
-    delay: float = 0.0
+    delay: Seconds = 0.0
     used: int = 0
     budget: int | None = None
 
@@ -290,7 +303,7 @@ class HangFound(Event):
     """
 
     step: int | None
-    seconds: float
+    seconds: Seconds
     what: str
     ranks: list[int]
     summary: str
@@ -303,7 +316,7 @@ class HangOver(Event):
     """A run that had been reported as standing still moves again, by itself."""
 
     step: int | None
-    seconds: float
+    seconds: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +327,7 @@ class StepSplit(Event):
     """
 
     step: int
-    steps: int
+    steps: Steps
     phases: dict[str, list[float]]
 
 
@@ -329,9 +342,9 @@ class WireUsed(Event):
     """
 
     step: int
-    steps: int
-    bytes_sent: list[int]
-    bytes_plain: list[int]
+    steps: Steps
+    bytes_sent: ByRank
+    bytes_plain: ByRank
     what: str = "gradients"
 
 
@@ -346,9 +359,9 @@ class Straggler(Event):
     rank: int
     host: str
     phase: str
-    factor: float
-    costs: float
-    share: float
+    factor: Seconds
+    costs: Seconds
+    share: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +372,7 @@ class EventsLost(Event):
     """
 
     count: int
-    since: float
+    since: Moment
     error: str
     what: dict[str, int] = field(default_factory=dict)
 
@@ -458,14 +471,31 @@ def append(folder: str | os.PathLike[str], event: Event) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[Event]:
-    """The events of a run, oldest first; ``path`` is the file or the run folder that holds it."""
+    """The events of a run, oldest first; ``path`` is the file or the run folder that holds it.
+
+    Lines that hold none are passed over.
+    """
+    for line in read_log_lines(path):
+        if line is not None and (event := Event.from_json(line)) is not None:
+            yield event
+
+
+def read_log_lines(path: str | os.PathLike[str]) -> Iterator[bytes | None]:
+    """The lines of an event log; ``None`` for one longer than any event (:data:`LONGEST_LINE`).
+
+    Raises ``OSError`` where it is not a regular file, or larger than :data:`MOST_BYTES`.
+    """
     path = Path(path)
     if path.is_dir():
         path = path / FILE_NAME
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if (event := Event.from_json(line)) is not None:
-                yield event
+    with open_file(path, MOST_BYTES) as file:
+        yield from read_lines(file, LONGEST_LINE)
+
+
+def kind_of(data: Any) -> str:
+    """The kind that a record claims to be of; empty where it claims nothing."""
+    kind = data.get("kind") if isinstance(data, dict) else None
+    return kind if isinstance(kind, str) else ""
 
 
 def _plain(value: Any) -> Any:
@@ -476,11 +506,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _numbers(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_numbers(v) for v in value]
-    return float(value) if value in ("nan", "inf", "-inf") else value

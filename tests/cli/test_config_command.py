@@ -10,7 +10,7 @@ import pytest
 
 from paceline import errors
 from paceline.cli import main
-from paceline.cli.app import exit_status
+from paceline.cli.screen import exit_status
 from paceline.config import Config, load, resolve
 
 

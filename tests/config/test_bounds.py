@@ -81,7 +81,7 @@ def test_what_never_ends_is_not_opened(tmp_path: Path) -> None:
     for name, why in (
         ("fifo.yaml", "is a pipe, not a file"),
         ("zero.yaml", "is a device, not a file"),
-        ("sparse.yaml", f"holds more than {MOST_BYTES:,} bytes"),
+        ("sparse.yaml", f"a file of this kind has at most {MOST_BYTES:,}"),
         ("loop.yaml", "no such file"),
         ("c\0.yaml", ""),
     ):

@@ -586,3 +586,11 @@ def test_warnings_are_part_of_the_story_and_other_notes_of_the_whole_one() -> No
     assert "! " in next(line for line in write(told) if line.endswith("odd"))
     assert "by the way" not in text(told)
     assert "by the way" in text(told, everything=True)
+
+
+@pytest.mark.parametrize("rank", [-5, 2, 10**12])
+def test_a_straggler_of_whose_rank_no_split_knows(rank: int) -> None:
+    run = MadeUpRun().start()
+    run.say(StepSplit, step=1, steps=1, phases={"data": [0.1, 0.2]})
+    run.say(Straggler, step=1, rank=rank, host="x", phase="data", factor=2.0, costs=0.5, share=0.1)
+    assert tell(run.events).costs.stragglers == 0.5

@@ -64,3 +64,15 @@ def test_layouts_that_do_not_fit_their_world() -> None:
     )
     with pytest.raises(LayoutError, match="tp × pp × cp = 3 must divide the world size 8"):
         Layout.parse("tp=3", world_size=8)
+
+
+@pytest.mark.parametrize("text", ["dp=1000000000", "dp=1000,tp=1000,pp=2", "dp=" + "9" * 20])
+def test_layouts_beyond_all_machines_are_refused(text: str) -> None:
+    with pytest.raises(LayoutError, match="1000000"):
+        Layout.parse(text)
+
+
+@pytest.mark.parametrize("text", ["dp=" + "9" * 5000, "dp=²", "dp=٣"])
+def test_degrees_are_plain_whole_numbers(text: str) -> None:
+    with pytest.raises(LayoutError, match="must be dp=<whole number>"):
+        Layout.parse(text)

@@ -252,3 +252,30 @@ def test_the_command_prints_and_draws(
     status, _, problem = run("interleaved-1f1b", "--ranks", "4", "--stages", "6")
     assert status == 2
     assert "--stages 6 must be a multiple of --ranks 4" in problem
+
+
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "stages"),
+    [
+        (100_000, 8, None),
+        (8, 100_000, None),
+        (10**9, 10**9, None),
+        (1, 1, 10**6),
+        (10**30, 1, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b", "interleaved-zero-bubble"])
+def test_a_schedule_too_large_to_be_laid_out_is_refused_at_once(
+    name: str, pp: int, microbatches: int, stages: int | None
+) -> None:
+    if name == "gpipe" and stages is not None:
+        stages = None
+        microbatches = 10**6
+    with pytest.raises(LayoutError, match=r"(256|8192) are the most"):
+        build_schedule(name, pp, microbatches, stages)
+
+
+@pytest.mark.parametrize("cost", [float("nan"), float("inf"), 1e300])
+def test_costs_are_numbers_of_a_sound_size(cost: float) -> None:
+    with pytest.raises(LayoutError, match="must be a number up to"):
+        build_schedule("1f1b", 2, 2, costs=Costs(forward=cost))

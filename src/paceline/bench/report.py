@@ -12,6 +12,7 @@ from paceline.bench.catalogue import COLLECTIVES
 from paceline.bench.quantities import show_rate, show_size, show_time
 from paceline.bench.request import GROUPS, LONGEST
 from paceline.bench.result import CommResult, slow_links
+from paceline.track.console import SafeConsole
 
 _BAR = 20
 _COLUMNS_WITHOUT_BAR = 80
@@ -20,7 +21,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 def wide_console() -> Console:
     """The terminal; a file or a pipe has room for whole rows, unless ``COLUMNS`` says otherwise."""
-    console = Console()
+    console = SafeConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _COLUMNS_WITHOUT_BAR + 2 * _BAR
     return console

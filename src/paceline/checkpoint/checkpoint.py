@@ -10,6 +10,7 @@ import io
 import math
 import os
 import threading
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -24,6 +25,7 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.blocks import BlockReader, Damage, file_damages
 from paceline.checkpoint.digests import Digest
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
+from paceline.checkpoint.manifest_fields import MOST_BYTES, too_large
 from paceline.checkpoint.names import step_of
 from paceline.checkpoint.storage.local import Storage, open_storage
 from paceline.errors import CheckpointDamaged, CheckpointError, KeyNeeded, StorageError
@@ -67,17 +69,16 @@ class Checkpoint:
         """What it holds, read once. Raises where it is missing, damaged or another one's."""
         path = f"{self.name}/{manifests.NAME}"
         where = self.storage.full(path)
-        if self.storage.size(path) is None:
+        size = self.storage.size(path)
+        if size is None:
             raise CheckpointDamaged(
                 f"{self.path} holds no {manifests.NAME}: it is no checkpoint, or was never "
                 "finished."
             )
-        try:
-            found = Manifest.from_bytes(self.storage.read_bytes(path), where, self.storage.digest)
-            problem = _contradiction(found, step_of(self.name))
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            problem = f"it does not read like one ({type(error).__name__}: {error})"
-        if problem:
+        if size > MOST_BYTES:
+            raise CheckpointDamaged(too_large(where, size))
+        found = Manifest.from_bytes(self.storage.read_bytes(path), where, self.storage.digest)
+        if problem := _contradiction(found, step_of(self.name)):
             raise CheckpointDamaged(f"{where} is damaged: {problem}.")
         return found
 
@@ -145,10 +146,10 @@ class Checkpoint:
                 f"{self.path} holds no object {name!r}; it has "
                 f"{', '.join(sorted(self.manifest.objects)) or 'none'}."
             )
-        with self._reading(entry.file) as reader:
+        with self._reading(entry.file) as reader, _memory_for(f"object {name!r} of {self.path}"):
             data = reader.read(entry.start, entry.length)
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return torch.load(_uncompressed(data), map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises whatever it trips over
             raise CheckpointError(
                 f"object {name!r} of {self.path} cannot be loaded without executing code from the "
@@ -160,8 +161,10 @@ class Checkpoint:
         entry = self.manifest.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}.")
-        result = _empty(entry.shape, dtype_of(entry))
-        there = torch.zeros(entry.shape, dtype=torch.bool)
+        self._check_stored(name, entry)
+        with _memory_for(f"{name!r} of {self.path}"):
+            result = _empty(entry.shape, dtype_of(entry))
+            there = torch.zeros(entry.shape, dtype=torch.bool)
         for stored in entry.stored:
             part = result[stored.box.slices()]
             target = part if part.is_contiguous() else _empty(part.shape, part.dtype)
@@ -176,10 +179,23 @@ class Checkpoint:
                 part.copy_(target)
             there[stored.box.slices()] = True
         if missing := there.numel() - int(there.sum()):
-            raise CheckpointError(
-                f"{self.path} lacks {missing} of the {there.numel()} elements of {name!r}."
-            )
+            raise self._lacks(name, missing, there.numel())
         return result
+
+    def _check_stored(self, name: str, entry: TensorEntry) -> None:
+        """Before memory is taken for a tensor: are there as many bytes as it is said to have?"""
+        elements = math.prod(entry.shape)
+        stored = sum(one.box.size for one in entry.stored)
+        if stored < elements:
+            raise self._lacks(name, elements - stored, elements)
+        for file in sorted({one.file for one in entry.stored}):
+            with self._reading(file):
+                pass  # of the size that the manifest says, or this raises
+
+    def _lacks(self, name: str, missing: int, elements: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} lacks {missing} of the {elements} elements of {name!r}."
+        )
 
     @contextmanager
     def kept_open(self) -> Iterator[Checkpoint]:
@@ -218,6 +234,26 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Made of bytes: for some dtypes torch warns of what it cannot compute with them."""
     memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
     return memory.view(dtype).reshape(shape)
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # the latter is how torch says it
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"there is not enough memory for {what}.") from error
+
+
+def _uncompressed(data: bytearray) -> io.BytesIO:
+    """The bytes of an object; one whose parts are larger than it is would fill the memory."""
+    file = io.BytesIO(data)
+    with zipfile.ZipFile(file) as archive:
+        if sum(part.file_size for part in archive.infolist()) > len(data):
+            raise ValueError("its parts are compressed")
+    file.seek(0)
+    return file
 
 
 def dtype_of(entry: TensorEntry) -> torch.dtype:

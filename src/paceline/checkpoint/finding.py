@@ -16,8 +16,9 @@ from paceline.checkpoint.digests import XXH3, Digest, with_key
 from paceline.checkpoint.manifest import NAME
 from paceline.checkpoint.names import is_old, step_of
 from paceline.checkpoint.storage.local import Storage, open_storage
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.launch.run_folder import latest_run
+from paceline.untrusted import MOST_CONFIG_BYTES, read_text
 
 if TYPE_CHECKING:
     from paceline.checkpoint.checkpoint import Checkpoint
@@ -193,12 +194,7 @@ def _place_in_config(path: Path, follow: bool) -> Place | None:
     config = path / "config.yaml"
     if not config.is_file():
         return None
-    import yaml
-
-    try:
-        read = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{config} cannot be read: {error}.") from error
+    read = read_run_config(config)
     section = read.get("checkpoint") if isinstance(read, dict) else None
     if not isinstance(section, dict) or not isinstance(where := section.get("where"), str):
         return None
@@ -231,6 +227,18 @@ def _not_followed(path: Path, where: str, options: Any) -> CheckpointError:
         "others could name any place. Where you trust it, go there with --follow (in Python: "
         "follow=True), or name the place itself."
     )
+
+
+def read_run_config(path: Path) -> Any:
+    """What the config of a run says, unchecked: only to look a few things up in it."""
+    from paceline.config import yaml_file
+
+    try:
+        return yaml_file.read(read_text(path, MOST_CONFIG_BYTES), str(path))[0]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    except ConfigError as error:
+        raise CheckpointError(f"{path} cannot be read: {'; '.join(error.problems)}.") from error
 
 
 def is_url(where: str) -> bool:

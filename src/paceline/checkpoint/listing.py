@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.checkpoint import manifest_fields as fields
 from paceline.checkpoint.digests import Digest
 from paceline.checkpoint.finding import locate
-from paceline.checkpoint.manifest import NAME, checked_body
+from paceline.checkpoint.manifest import NAME, checked_body, file_from_json
 from paceline.checkpoint.names import is_old, step_of
 from paceline.checkpoint.storage.local import LocalStorage, Storage
 from paceline.errors import CheckpointError, KeyNeeded, StorageError
@@ -97,6 +98,9 @@ def _look(storage: Storage, name: str, files: Mapping[str, int]) -> Listed:
     path = storage.full(name)
     if NAME not in files:
         return Listed(step, name, path, "unfinished", "it has no manifest", files=len(files))
+    if files[NAME] > fields.MOST_BYTES:
+        problem = fields.too_large(storage.full(f"{name}/{NAME}"), files[NAME])
+        return Listed(step, name, path, "damaged", problem, files=len(files))
     try:
         data = _read(storage, f"{name}/{NAME}", files[NAME])
         found = _summary(data, storage.full(f"{name}/{NAME}"), storage.digest)
@@ -139,19 +143,23 @@ def _look_at_old(storage: Storage, name: str) -> Listed:
 
 def _summary(data: bytes, where: str, digest: Digest) -> dict[str, Any]:
     """Step, info and the sizes of files of a manifest, which may go on for megabytes after them."""
-    body, _ = checked_body(data, where, digest)
     found: dict[str, Any] = {}
     try:
+        body, _ = checked_body(data, where, digest)
         for key, value in _members(body.decode()):
             found[key] = value
             if key == "files":
                 break
-        sizes = {str(file): int(entry[0]) for file, entry in found["files"].items()}
-        return {"step": int(found["step"]), "info": dict(found["info"]), "sizes": sizes}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise CheckpointError(
-            f"{where} is damaged: it does not read like one ({type(error).__name__}: {error})."
-        ) from error
+        files = fields.mapping(fields.member(found, "files"), "files")
+        return {
+            "step": fields.count(fields.member(found, "step"), "step"),
+            "info": fields.info(fields.member(found, "info")),
+            "sizes": {name: file_from_json(name, entry).size for name, entry in files.items()},
+        }
+    except (ValueError, IndexError) as error:
+        raise CheckpointError(f"{where} is damaged: {error}.") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{where} is damaged: it is nested too deeply.") from error
 
 
 def _members(text: str) -> Iterator[tuple[str, Any]]:

@@ -9,15 +9,18 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.checkpoint import manifest_fields as fields
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.digests import XXH3, Digest
 from paceline.errors import CheckpointDamaged, CheckpointError
+from paceline.untrusted import parse_json
 
 NAME = "manifest.json"
 FORMAT = 2
 """1 was a single file a step, made by torch.save (Paceline 0.1)."""
 BLOCK = 4 * 1024 * 1024
 """Files are hashed in blocks of this many bytes, so that a part of one can be checked alone."""
+_LONGEST_HEAD = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,14 @@ class Manifest:
             separators=(",", ":"),
         ).encode()
         head = {"paceline_checkpoint": FORMAT, "bytes": len(body), **digest.head(body)}
-        return json.dumps(head).encode() + b"\n" + body + b"\n"
+        written = json.dumps(head).encode() + b"\n" + body + b"\n"
+        if len(written) > fields.MOST_BYTES:
+            raise CheckpointError(
+                f"the manifest of step {self.step} would have {len(written)} bytes, and one of "
+                f"more than {fields.MOST_BYTES} is refused on reading: "
+                f"{len(self.tensors)} tensors in {len(self.files)} files of {self.size} bytes."
+            )
+        return written
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str, digest: Digest = XXH3) -> Manifest:
@@ -101,15 +111,25 @@ class Manifest:
 
         ``digest`` is the reader's: where it has a key, nothing but what has that key is taken.
         """
-        body, found = checked_body(data, where, digest)
-        content = json.loads(body)
+        try:
+            body, found = checked_body(data, where, digest)
+            return cls._from_content(parse_json(body), found.name)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{where} is damaged: {error}.") from None
+
+    @classmethod
+    def _from_content(cls, content: Any, digest: str) -> Manifest:
+        parts = {
+            part: fields.mapping(fields.member(content, part), part)
+            for part in ("files", "tensors", "objects")
+        }
         return cls(
-            content["step"],
-            content["info"],
-            {n: FileEntry(f[0], tuple(f[2]), f[1]) for n, f in content["files"].items()},
-            {n: _tensor_from_json(t) for n, t in content["tensors"].items()},
-            {n: ObjectEntry(*o) for n, o in content["objects"].items()},
-            found.name,
+            fields.count(fields.member(content, "step"), "step"),
+            fields.info(fields.member(content, "info")),
+            {name: file_from_json(name, value) for name, value in parts["files"].items()},
+            {name: _tensor_from_json(name, value) for name, value in parts["tensors"].items()},
+            {name: _object_from_json(name, value) for name, value in parts["objects"].items()},
+            digest,
         )
 
 
@@ -117,7 +137,7 @@ def checked_body(data: bytes, where: str, digest: Digest) -> tuple[bytes, Digest
     """What follows the first line of a manifest, checked against it; and how it is hashed."""
     first, newline, rest = data.partition(b"\n")
     try:
-        head = json.loads(first)
+        head = parse_json(first[:_LONGEST_HEAD])
         found, size = head["paceline_checkpoint"], head["bytes"]
     except (ValueError, KeyError, TypeError):
         raise CheckpointDamaged(
@@ -146,10 +166,39 @@ def _tensor_to_json(entry: TensorEntry) -> list[Any]:
     return [entry.shape, entry.dtype, stored]
 
 
-def _tensor_from_json(value: list[Any]) -> TensorEntry:
-    shape, dtype, stored = value
+def file_from_json(name: str, value: Any) -> FileEntry:
+    """The entry of a file as the manifest holds it."""
+    size, block, hashes = fields.file_entry(value, f"file {name!r}")
+    return FileEntry(size, hashes, block)
+
+
+def _tensor_from_json(name: str, value: Any) -> TensorEntry:
+    where = f"tensor {name!r}"
+    shape, dtype, stored = fields.array(value, where, 3)
+    shape = fields.counts(shape, f"{where}, shape")
+    boxes = fields.array(stored, f"{where}, boxes")
     return TensorEntry(
-        tuple(shape),
-        dtype,
-        tuple(Stored(Box(tuple(o), tuple(s)), f, a, n) for o, s, f, a, n in stored),
+        shape, fields.text(dtype, f"{where}, dtype"), tuple(_stored(b, name, shape) for b in boxes)
+    )
+
+
+def _stored(value: Any, name: str, whole: tuple[int, ...]) -> Stored:
+    where = f"tensor {name!r}, box"
+    offset, shape, file, start, length = fields.array(value, where, 5)
+    box = Box(fields.counts(offset, f"{where}, offset"), fields.counts(shape, f"{where}, shape"))
+    fields.check_box(box.offset, box.shape, whole, name)
+    return Stored(box, *_place(file, start, length, where))
+
+
+def _object_from_json(name: str, value: Any) -> ObjectEntry:
+    where = f"object {name!r}"
+    file, start, length = fields.array(value, where, 3)
+    return ObjectEntry(*_place(file, start, length, where))
+
+
+def _place(file: Any, start: Any, length: Any, where: str) -> tuple[str, int, int]:
+    return (
+        fields.text(file, f"{where}, file"),
+        fields.count(start, f"{where}, start"),
+        fields.count(length, f"{where}, length"),
     )

@@ -6,25 +6,38 @@ and what the command needs when it runs.
 
 from __future__ import annotations
 
-import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from paceline import __version__
 from paceline.cli import bench, checkpoint, config
-from paceline.cli.console import give_up, open_standard_streams, say
 from paceline.cli.diagnose import diagnose
 from paceline.cli.doctor import doctor
 from paceline.cli.rendezvous import rendezvous
 from paceline.cli.schedule import schedule
+from paceline.cli.screen import echo, pipe_apart, run
 from paceline.cli.secret import secret
 from paceline.cli.train import train
 from paceline.cli.train_usage import TrainCommand
 from paceline.cli.verify import verify
-from paceline.errors import PacelineError, RankFailed
+
+
+class _Commands(TyperGroup):
+    """All commands. Typer makes status 1 of a closed pipe, which is an answer of some of them."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with pipe_apart():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with pipe_apart():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     # Plain help: rich alone would take as long to import as all the rest.
@@ -36,7 +49,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"paceline {__version__}")
+        echo(f"paceline {__version__}")
         raise typer.Exit
 
 
@@ -65,40 +78,5 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Run the command line; errors that Paceline raises on purpose end as text, not traceback.
-
-    So does what the system refuses: a full disk, a folder without rights, a name too long.
-    """
-    open_standard_streams()
-    try:
-        app(prog_name="paceline")
-    except PacelineError as error:
-        say(str(error), error=True)
-        sys.exit(exit_status(error))
-    except OSError as error:
-        give_up_on_full_console()
-        say(f"paceline: {_refused(error)}", error=True)
-        sys.exit(1)
-
-
-def give_up_on_full_console() -> None:
-    """Where standard output takes nothing, its rest must not end the process a second time."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        give_up(sys.stdout)
-
-
-def _refused(error: OSError) -> str:
-    """What the system refused, and for which file, in one sentence."""
-    why = error.strerror or str(error) or type(error).__name__
-    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
-    return f"{' -> '.join(names)}: {why}." if names else f"{why}."
-
-
-def exit_status(error: PacelineError) -> int:
-    """2 for a mistake of the user's, the rank's own status for a failed rank, else 1."""
-    if isinstance(error, RankFailed):
-        # A shell reports a process killed by signal n as 128 + n.
-        return 128 - error.exit_code if error.exit_code < 0 else error.exit_code or 1
-    return 2 if isinstance(error, ValueError | ImportError) else 1
+    """Run the command line; errors end as text, not traceback (:mod:`paceline.cli.screen`)."""
+    run(lambda: app(prog_name="paceline"))

@@ -10,6 +10,7 @@ import typer
 
 from paceline.cli.bench_wire import wire
 from paceline.cli.options import Machines, MeetingPlace, Patience, SecretFile, file_reference
+from paceline.cli.screen import echo, echo_json
 
 if TYPE_CHECKING:
     from paceline.bench.launching import Place
@@ -122,7 +123,7 @@ def comm(
     try:
         _measure_comm(place, request, json_file, plot)
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        echo("interrupted", err=True)
         raise SystemExit(130) from None
 
 
@@ -138,24 +139,24 @@ def _measure_comm(place: Place, request: Request, json_file: str | None, plot: s
         "paceline.bench.rank",
         request.to_json(),
         asked=request.asked(),
-        progress=lambda text: typer.echo(text, err=True, nl=False),
-        say=lambda text: typer.echo(text, err=True),
+        progress=lambda text: echo(text, err=True, nl=False),
+        say=lambda text: echo(text, err=True),
     )
     text = json.dumps(found, indent=2)
     if json_file == "-":
-        typer.echo(text)
+        echo_json(text)
     else:
         from paceline.bench.report import show, wide_console
 
         show(CommResult.from_dict(found), wide_console())
         if json_file is not None:
             Path(json_file).write_text(text + "\n", encoding="utf-8")
-            typer.echo(f"wrote {json_file}", err=True)
+            echo(f"wrote {json_file}", err=True)
     if plot is not None:
         from paceline.bench.plot import write_plot
 
         write_plot(CommResult.from_dict(found), plot)
-        typer.echo(f"wrote {plot}", err=True)
+        echo(f"wrote {plot}", err=True)
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -18,6 +18,7 @@ from paceline.cli.options import (
     Spread,
     file_reference,
 )
+from paceline.cli.screen import echo, echo_json
 
 if TYPE_CHECKING:
     from paceline.bench.launching import Place
@@ -83,7 +84,7 @@ def wire(
     try:
         _try_formats(place, request, read, json_file)
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        echo("interrupted", err=True)
         raise SystemExit(130) from None
 
 
@@ -111,8 +112,8 @@ def _try_formats(place: Place, request: WireRequest, config: Config, json_file: 
         "paceline.bench.wire_rank",
         request.to_json(),
         asked=request.asked(),
-        progress=lambda text: typer.echo(text, err=True, nl=False),
-        say=lambda text: typer.echo(text, err=True),
+        progress=lambda text: echo(text, err=True, nl=False),
+        say=lambda text: echo(text, err=True),
         so_far=show,
     )
     show(found)
@@ -133,12 +134,12 @@ def _show(found: dict[str, Any], config: Config, json_file: str | None) -> None:
     told = {**found, "advice": None if advice is None else dataclasses.asdict(advice)}
     text = json.dumps(told, indent=2)
     if json_file == "-":
-        typer.echo(text)
+        echo_json(text)
         return
     show(result, config, wide_console())
     if json_file is not None:
         Path(json_file).write_text(text + "\n", encoding="utf-8")
-        typer.echo(f"wrote {json_file}", err=True)
+        echo(f"wrote {json_file}", err=True)
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.screen import echo
+
 if TYPE_CHECKING:
     from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.retention import Keep
@@ -404,10 +406,10 @@ def _trouble_apart() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        typer.echo(str(error), err=True)
+        echo(error, err=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        echo("interrupted", err=True)
         raise SystemExit(130) from None
 
 

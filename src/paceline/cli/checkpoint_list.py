@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from paceline.cli.checkpoint_screen import metrics_text, show_json, show_table, when
+from paceline.cli.screen import echo
 from paceline.track.pace import size
 
 if TYPE_CHECKING:
@@ -61,12 +60,12 @@ def show_list(where: str, listed: Sequence[Listed], snapshots: Sequence[Snapshot
         columns = ("step", "size", "when", "layout", "ranks", "reason", "metrics", "state")
         show_table(columns, [_row(one) for one in listed])
     else:
-        typer.echo(f"{where}: no checkpoint yet")
+        echo(f"{where}: no checkpoint yet")
     for one in listed:
         if one.state in ("damaged", "keyed", "old"):
-            typer.echo(f"{one.name}: {one.problem}")
+            echo(f"{one.name}: {one.problem}")
     for snapshot in snapshots:
-        typer.echo(str(snapshot))
+        echo(str(snapshot))
 
 
 def _row(one: Listed) -> list[str]:

@@ -9,6 +9,7 @@ import typer
 
 from paceline.cli.checkpoint_list import Snapshots, snapshots_of
 from paceline.cli.checkpoint_screen import bar, show_json, shown
+from paceline.cli.screen import echo
 
 if TYPE_CHECKING:
     from paceline.checkpoint.pruning import PrunePlan
@@ -45,7 +46,7 @@ def run_prune(
     with folder.lock("paceline checkpoint prune"):
         plan, snapshots = planned()
         if not _confirmed(plan, snapshots, yes or as_json):
-            typer.echo("nothing was deleted", err=True)
+            echo("nothing was deleted", err=True)
             raise SystemExit(1)
         checked = plan.stay[-1].bytes if plan.delete else 0
         with bar("verifying the newest", checked) as move:
@@ -64,9 +65,9 @@ def _confirmed(plan: PrunePlan, snapshots: list[Snapshots], yes: bool) -> bool:
     if yes or not (going or snapshots) or not sys.stdin.isatty():
         return True
     for one in going:
-        typer.echo(f"{shown(one.path)}{' (unfinished)' if one.state == 'unfinished' else ''}")
+        echo(f"{shown(one.path)}{' (unfinished)' if one.state == 'unfinished' else ''}")
     for snapshot in snapshots:
-        typer.echo(str(snapshot))
+        echo(str(snapshot))
     return typer.confirm(f"Delete {'these' if len(going) + len(snapshots) > 1 else 'this'}?")
 
 
@@ -89,12 +90,12 @@ def _report(
         return
     verb = "deleted" if done else "would delete"
     for name in removed:
-        typer.echo(f"{verb} {name}")
+        echo(f"{verb} {name}")
     for snapshot in snapshots:
-        typer.echo(f"{'freed' if done else 'would free'} {snapshot}")
+        echo(f"{'freed' if done else 'would free'} {snapshot}")
     for one in plan.damaged:
         why = "it is damaged" if one.state == "damaged" else "it has a key"
-        typer.echo(f"left alone, since {why}: {shown(one.path)}: {one.problem}", err=True)
+        echo(f"left alone, since {why}: {shown(one.path)}: {one.problem}", err=True)
     stay = plural(len(plan.stay), "checkpoint")
     gone = f"{plural(len(plan.delete), 'checkpoint')} ({size(plan.bytes)})"
-    typer.echo(f"{verb} {gone}, {stay} {'stay' if len(plan.stay) != 1 else 'stays'}")
+    echo(f"{verb} {gone}, {stay} {'stay' if len(plan.stay) != 1 else 'stays'}")

@@ -11,27 +11,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import typer
+from paceline.cli.screen import echo, echo_json
+from paceline.untrusted import printable
 
 _RIGHT = {"step", "size", "tensors", "elements", "ranks", "files", "absolute", "relative"}
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: fitted to a terminal; elsewhere plain, one line a row, nothing cut."""
+    rows = [[printable(cell, one_line=True) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         _plain_table(columns, rows)
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from paceline.track.console import SafeConsole
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         table.add_column(name, overflow="fold", justify="right" if name in _RIGHT else "left")
     for row in rows:
         table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)
+    SafeConsole().print(table)
 
 
 _STYLES = {
@@ -50,12 +53,12 @@ def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             cell.rjust(width) if name in _RIGHT else cell.ljust(width)
             for name, cell, width in zip(columns, row, widths, strict=True)
         ]
-        typer.echo("  ".join(cells).rstrip())
+        echo("  ".join(cells).rstrip())
 
 
 def show_json(value: Any) -> None:
     """Print a value as JSON; infinity and NaN, which JSON lacks, become strings."""
-    typer.echo(json.dumps(_without_nonfinite(value), indent=2))
+    echo_json(json.dumps(_without_nonfinite(value), indent=2))
 
 
 def _without_nonfinite(value: Any) -> Any:
@@ -72,7 +75,6 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda count: None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -82,6 +84,8 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn,
     )
 
+    from paceline.track.console import SafeConsole
+
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
@@ -89,7 +93,7 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from paceline.cli.checkpoint_screen import bar, metrics_text, show_json, show_table, shown, when
+from paceline.cli.screen import echo
 from paceline.track.pace import count, duration, plural, size
+from paceline.untrusted import printable
 
 if TYPE_CHECKING:
     from paceline.checkpoint.blocks import Damage
@@ -26,29 +26,29 @@ _LARGEST = 10
 def show_checkpoint(checkpoint: Checkpoint, every_tensor: bool) -> None:
     """Print what a checkpoint holds."""
     manifest = checkpoint.manifest
-    typer.echo(shown(checkpoint.path))
+    echo(shown(checkpoint.path))
     facts = {"step": manifest.step, "size": size(manifest.size), "files": len(manifest.files)}
     facts |= {"saved": when(manifest.info), "metrics": metrics_text(manifest.info)}
     facts |= {"digest": manifest.digest}
     others = {k: v for k, v in manifest.info.items() if k not in ("time", "metrics")}
     for name, value in {**facts, **others}.items():
         if value not in ("", None):
-            typer.echo(f"  {name:<12} {_shortened(value)}")
+            echo(f"  {name:<12} {_shortened(value)}")
     if manifest.objects:
-        typer.echo(f"  {'objects':<12} {_shortened(', '.join(manifest.objects))}")
-    typer.echo("")
+        echo(f"  {'objects':<12} {_shortened(', '.join(manifest.objects))}")
+    echo()
     show_table(("group", "tensors", "elements", "size"), _groups(manifest))
     chosen = list(manifest.tensors.items())
     if not every_tensor and len(chosen) > _LARGEST:
         chosen = sorted(chosen, key=lambda item: -_bytes(item[1]))[:_LARGEST]
-    typer.echo("")
+    echo()
     rows = [
         (name, str(list(one.shape)), one.dtype, size(_bytes(one)), str(_files(one)))
         for name, one in chosen
     ]
     show_table(("tensor", "shape", "dtype", "size", "files"), rows)
     if left := len(manifest.tensors) - len(chosen):
-        typer.echo(f"the {_LARGEST} largest; {left} more with --tensors")
+        echo(f"the {_LARGEST} largest; {left} more with --tensors")
 
 
 def _groups(manifest: Manifest) -> list[tuple[str, str, str, str]]:
@@ -105,7 +105,7 @@ def _files(entry: TensorEntry) -> int:
 
 
 def _shortened(value: Any) -> str:
-    text = str(value)
+    text = printable(value, one_line=True)
     return text if len(text) <= 200 else f"{text[:199]}…"
 
 
@@ -135,7 +135,7 @@ def verified(checkpoint: Checkpoint) -> Verdict | None:
         damages = checkpoint.damages(move)
     manifest = f"{checkpoint.name}/{NAME}"
     if damages and was_there and checkpoint.storage.size(manifest) is None:
-        typer.echo(f"{shown(checkpoint.path)} was deleted meanwhile", err=True)
+        echo(f"{shown(checkpoint.path)} was deleted meanwhile", err=True)
         return None
     return Verdict(checkpoint.path, checkpoint.step, total, time.perf_counter() - started, damages)
 
@@ -150,11 +150,11 @@ def show_verdicts(verdicts: Sequence[Verdict], as_json: bool) -> None:
     for verdict in verdicts:
         if not verdict.damages:
             speed = f"{size(verdict.bytes)} in {duration(verdict.seconds)}"
-            typer.echo(f"whole: {shown(verdict.path)} ({speed})")
+            echo(f"whole: {shown(verdict.path)} ({speed})")
             continue
-        typer.echo(f"damaged: {shown(verdict.path)}")
+        echo(f"damaged: {shown(verdict.path)}")
         for damage in verdict.damages:
-            typer.echo(f"  {damage}")
+            echo(f"  {damage}")
 
 
 def show_difference(
@@ -164,8 +164,8 @@ def show_difference(
     if as_json:
         show_json({"a": a.path, "b": b.path, "equal": found.equal, **asdict(found)})
         return
-    typer.echo(f"A: {_headline(a)}")
-    typer.echo(f"B: {_headline(b)}")
+    echo(f"A: {_headline(a)}")
+    echo(f"B: {_headline(b)}")
     most = limit if limit > 0 else len(found.tensors) + len(found.objects)
     if found.tensors:
         rows = [
@@ -181,15 +181,15 @@ def show_difference(
         show_table(("object", "in A", "in B"), values)
     left = max(len(found.tensors) - most, 0) + max(len(found.objects) - most, 0)
     if left:
-        typer.echo(f"… and {left} more; --limit 0 lists all")
+        echo(f"… and {left} more; --limit 0 lists all")
     equal = f"{plural(found.equal_tensors, 'tensor')} and {plural(found.equal_objects, 'object')}"
     if found.equal:
-        typer.echo(f"equal to the bit: {equal}")
+        echo(f"equal to the bit: {equal}")
     else:
         differ = f"{plural(len(found.tensors), 'tensor')} and {plural(len(found.objects), 'value')}"
-        typer.echo(f"{differ} differ; {equal} are equal to the bit")
+        echo(f"{differ} differ; {equal} are equal to the bit")
     for clock in found.clocks:
-        typer.echo(f"not counted, being seconds: {clock.name}, {clock.a} in A, {clock.b} in B")
+        echo(f"not counted, being seconds: {clock.name}, {clock.a} in A, {clock.b} in B")
 
 
 def _headline(checkpoint: Checkpoint) -> str:
@@ -221,9 +221,7 @@ def show_export(
         )
         return
     where = str(written) if len(files) == 1 else f"{written} ({plural(len(files), 'file')})"
-    typer.echo(
-        f"wrote {where}: {plural(len(weights), 'tensor')} of step {checkpoint.step}, {size(used)}"
-    )
+    echo(f"wrote {where}: {plural(len(weights), 'tensor')} of step {checkpoint.step}, {size(used)}")
 
 
 def show_import(checkpoint: Checkpoint, as_json: bool) -> None:
@@ -235,4 +233,4 @@ def show_import(checkpoint: Checkpoint, as_json: bool) -> None:
         )
         return
     tensors = plural(len(manifest.tensors), "tensor")
-    typer.echo(f"wrote {shown(checkpoint.path)}: {tensors}, {size(manifest.size)}")
+    echo(f"wrote {shown(checkpoint.path)}: {tensors}, {size(manifest.size)}")

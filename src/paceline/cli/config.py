@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli.options import ConfigFile, Overrides, Spread
+from paceline.cli.screen import echo, echo_json
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -25,12 +26,12 @@ def show(config: ConfigFile = None, layout: Spread = None, overrides: Overrides 
 
     resolved = resolve(_read(load, config, layout, overrides or []))
     if resolved.schedule.lr_scaling != "none":
-        typer.echo(
+        echo(
             f"# learning rate: {learning_rate(resolved):g} after {resolved.schedule.lr_scaling} "
             f"scaling from batch {resolved.schedule.reference_batch} "
             f"to {resolved.batch.global_batch}"
         )
-    typer.echo(dump(resolved), nl=False)
+    echo(dump(resolved), nl=False)
 
 
 @app.command()
@@ -43,8 +44,8 @@ def check(config: ConfigFile = None, layout: Spread = None, overrides: Overrides
 
     checked = _read(load_checked, config, layout, overrides or [])
     for note in code_notes(checked):
-        typer.echo(note, err=True)
-    typer.echo(f"ok: {summary(resolve(checked))}")
+        echo(note, err=True)
+    echo(f"ok: {summary(resolve(checked))}")
 
 
 @app.command()
@@ -54,7 +55,7 @@ def schema() -> None:
 
     from paceline.config import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    echo_json(json.dumps(json_schema(), indent=2))
 
 
 def _read(

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import TextIO
 
+from paceline.untrusted import printable
+
 
 def open_standard_streams() -> None:
     """Give a process that was started without one of its streams an empty one.
@@ -32,7 +34,7 @@ def say(line: str = "", *, error: bool = False) -> None:
     """
     stream = sys.stderr if error else sys.stdout
     try:
-        print(line, file=stream, flush=True)
+        print(printable(line), file=stream, flush=True)
     except OSError:
         give_up(stream)
     except UnicodeEncodeError:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.screen import echo
+
 
 def diagnose(
     run: Annotated[
@@ -35,9 +37,9 @@ def diagnose(
         return
     from paceline.diagnose.story.text import write
 
-    for line in write(story, everything=everything, heading=_bold):
-        typer.echo(line)
+    for line in write(story, everything=everything, heading=_Heading):
+        echo(line, bold=isinstance(line, _Heading))
 
 
-def _bold(text: str) -> str:
-    return typer.style(text, bold=True)  # taken out again where no terminal is
+class _Heading(str):
+    """A line of ours, to be shown in bold."""

@@ -16,6 +16,7 @@ from paceline.cli.options import (
     SecretFile,
     file_reference,
 )
+from paceline.cli.screen import echo, echo_json
 
 
 def doctor(
@@ -55,7 +56,7 @@ def doctor(
     try:
         sound = _examine(config, overrides or [], flags, wait, as_json)
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        echo("interrupted", err=True)
         raise SystemExit(130) from None
     if not sound:
         raise SystemExit(1)
@@ -71,16 +72,14 @@ def _examine(
 
     if not wait > 0:
         raise ConfigError(f"--wait {wait:g}: must be a number of seconds above 0")
-    facts = examine(
-        Request(config, overrides, wait, flags, say=lambda text: typer.echo(text, err=True))
-    )
+    facts = examine(Request(config, overrides, wait, flags, say=lambda text: echo(text, err=True)))
     findings = judge(facts)
     if as_json:
-        typer.echo(to_json(findings, facts))
+        echo_json(to_json(findings, facts))
     else:
-        from rich.console import Console
+        from paceline.track.console import SafeConsole
 
-        show(findings, Console())
+        show(findings, SafeConsole())
     return is_sound(findings)
 
 

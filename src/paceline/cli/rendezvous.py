@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import SecretFile, file_reference
+from paceline.cli.screen import echo
 
 
 def rendezvous(
@@ -32,7 +33,7 @@ def rendezvous(
     reference = file_reference(secret_file)
     found = find_secret(None if reference is None else Secret(reference))
     if (warning := open_to_strangers([Endpoint(host, port)], found)) is not None:
-        typer.echo(f"warning: {warning}", err=True)
+        echo(f"warning: {warning}", err=True)
     from paceline.launch.stores import LineLost, serve_meeting
     from paceline.launch.tunnel import Tunnel
 
@@ -44,9 +45,7 @@ def rendezvous(
     except LineLost as error:
         raise LaunchError(f"--port {port}: cannot serve there: {error}") from None
     more = f" --secret-file {secret_file}" if secret_file else ""
-    typer.echo(
-        f"serving at port {port}: paceline train … --rdzv {host}:{port}{more} on each machine"
-    )
+    echo(f"serving at port {port}: paceline train … --rdzv {host}:{port}{more} on each machine")
     while not ended.wait(3600):
         pass
     store.close()

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.screen import echo
+
 
 def schedule(
     name: Annotated[
@@ -45,7 +47,7 @@ def schedule(
     """Print a pipeline schedule: who does what when, and how long ranks idle.
 
     0F2 is the forward of microbatch 2 through stage 0; B a backward, I and W its gradients of the
-    input and of the weights apart.
+    input and of the weights apart. 256 ranks, and 8192 stages × microbatches, are the most.
     """
     from pathlib import Path
 
@@ -66,10 +68,10 @@ def schedule(
         None if stages is None else stages // ranks,
         Costs(forward, backward, backward / 2, backward / 2, p2p),
     )
-    typer.echo(built.table())
+    echo(built.table())
     if svg is not None:
         Path(svg).write_text(built.svg(), encoding="utf-8")
-        typer.echo(f"wrote {svg}")
+        echo(f"wrote {svg}")
     if png is not None:
         write_png(built, png)
-        typer.echo(f"wrote {png}")
+        echo(f"wrote {png}")

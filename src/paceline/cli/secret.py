@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.screen import echo
+
 
 def secret(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A new file.", show_default=False)],
@@ -19,4 +21,4 @@ def secret(
     from paceline.launch.secret import make_secret
 
     make_secret(file)
-    typer.echo(f"{file} made; copy it to every machine: paceline train … --secret-file {file}")
+    echo(f"{file} made; copy it to every machine: paceline train … --secret-file {file}")

@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, LaunchError
 from paceline.events import Event, EventLog
 from paceline.launch.run_folder import RunFolder, has_mark
 from paceline.launch.secret import find_secret, open_to_strangers
+from paceline.untrusted import printable
 from paceline.version import __version__
 
 if TYPE_CHECKING:
@@ -268,4 +269,4 @@ def _quiet_torch() -> dict[str, str]:
 
 def _say(message: str) -> None:
     with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import ConfigFile, Overrides
+from paceline.cli.screen import echo, echo_json
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -65,14 +66,14 @@ def verify(
             config, layouts or [], overrides or [], plant, steps, global_batch, precision, timeout
         )
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        echo("interrupted", err=True)
         raise SystemExit(130) from None
     if as_json:
-        typer.echo(report.to_json())
+        echo_json(report.to_json())
     else:
-        from rich.console import Console
+        from paceline.track.console import SafeConsole
 
-        report.show(Console())
+        report.show(SafeConsole())
     if not report.ok:
         raise SystemExit(1)
 
@@ -121,7 +122,7 @@ def _list_plants() -> None:
     from paceline.prove import PLANTS
 
     for plant in PLANTS.values():
-        typer.echo(f"{plant.name:20} {plant.words}")
+        echo(f"{plant.name:20} {plant.words}")
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.untrusted import MOST_CONFIG_BYTES
 
-MOST_BYTES = 128 * 1024
+MOST_BYTES = MOST_CONFIG_BYTES
 MOST_VALUES = 5_000
 """Keys, items and single values, with what aliases repeat counted each time."""
 MOST_LEVELS = 50

@@ -9,16 +9,16 @@ from typing import Any
 
 from paceline.config import overrides as overriding
 from paceline.config import python_file, yaml_file
-from paceline.config.bounds import MOST_BYTES, check_bounds
+from paceline.config.bounds import check_bounds
 from paceline.config.checks import check
 from paceline.config.keys import nearest
-from paceline.config.reading import read_small
 from paceline.config.schema import Config
 from paceline.config.sources import Path, Sources
 from paceline.config.validate import validate
 from paceline.config.values import found
 from paceline.config.wire import spelled_out
 from paceline.errors import ConfigError
+from paceline.untrusted import MOST_CONFIG_BYTES, read_bytes
 
 SUFFIXES = (".yaml", ".yml", ".json", ".py")
 
@@ -126,20 +126,18 @@ def _text(file: FilePath, name: str) -> str:
             raise ConfigError(_missing(file, name))
         if file.suffix not in SUFFIXES:
             raise ConfigError(f"{name}: a config file must end with {', '.join(SUFFIXES)}")
-        return read_small(file, MOST_BYTES)[0].decode("utf-8-sig")
+        return read_bytes(file, MOST_CONFIG_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{name}: not UTF-8 text (byte {error.object[error.start]:#04x} at offset "
             f"{error.start}); save it as UTF-8"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{name}: cannot be read: {error.strerror or error}") from None
     except ConfigError:
         raise
-    except ValueError as error:  # a pipe, a device, too large; a name with a NUL in it
-        raise ConfigError(
-            f"{name}: {error}; a config is a file of {MOST_BYTES:,} bytes at most"
-        ) from None
+    except ValueError as error:  # a name with a NUL in it
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _hint_for_folder(folder: FilePath) -> str:

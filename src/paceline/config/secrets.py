@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic_core import CoreSchema, core_schema
 
-from paceline.config.reading import read_small
 from paceline.config.secret_words import MASK, is_reference, literals, masked, says_secret
 from paceline.errors import ConfigError
+from paceline.untrusted import NotReadable, open_file
 
 HOW_TO = (
     "write env:NAME for a variable of the environment, or file:/path for a file that you alone "
@@ -183,11 +183,14 @@ def _from_variable(name: str) -> str:
 
 def _from_file(path: str) -> str:
     try:
-        data, state = read_small(path, _MOST_BYTES)
+        with open_file(path, _MOST_BYTES) as file:
+            state, data = os.fstat(file.fileno()), file.read()
+    except NotReadable as error:
+        raise ConfigError(f"file:{path}: {error}; name a file with the credential alone") from None
     except OSError as error:
         raise ConfigError(f"file:{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"file:{path}: {error}; name a file with the credential alone") from None
+    except ValueError as error:  # a name with a NUL in it
+        raise ConfigError(f"file:{path}: {error}") from None
     if state.st_mode & 0o077:
         raise ConfigError(
             f"file:{path}: others than its owner may read or write it "

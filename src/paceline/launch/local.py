@@ -40,6 +40,7 @@ from paceline.launch.capacity import check_nproc
 from paceline.launch.environment import COLLECTIVES_REMEMBERED, FLIGHT_RECORDER
 from paceline.launch.notices import Notices
 from paceline.launch.policy import Limits
+from paceline.untrusted import printable
 
 if TYPE_CHECKING:
     from paceline.launch.agent import Agent
@@ -59,7 +60,7 @@ def to_stdout(text: str) -> None:
 
 def to_stderr(message: str) -> None:
     """Show what the launcher has to say."""
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

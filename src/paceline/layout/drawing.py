@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import MissingExtra
+from paceline.errors import LayoutError, MissingExtra
 from paceline.layout.orders import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ _NAMES = {
     WEIGHT_GRAD: "weight gradient",
 }
 # One hue a kind of work; a rank's second, third … stage is drawn in a darker shade of it.
+_MOST_DRAWN = 5_000
 _HUES = {FORWARD: 212, BACKWARD: 145, INPUT_GRAD: 172, WEIGHT_GRAD: 40}
 
 
@@ -162,6 +163,11 @@ def write_png(schedule: Schedule, path: str | Path) -> None:
     except ImportError:
         raise MissingExtra("matplotlib, which draws PNG pictures,", "draw") from None
     actions = max(len(rank) for rank in schedule.ranks)
+    if schedule.pp * actions > _MOST_DRAWN:
+        raise LayoutError(
+            f"a PNG picture of {schedule.pp} ranks with {actions} actions each: too large; "
+            f"{_MOST_DRAWN} actions in all are the most. Draw it as SVG."
+        )
     figure = Figure(figsize=(min(max(8.0, 0.3 * actions), 60.0), 1.6 + 0.45 * schedule.pp), dpi=120)
     axes = figure.subplots()
     for index, rank in enumerate(schedule.ranks):

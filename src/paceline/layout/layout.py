@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.errors import LayoutError
+
+MOST_RANKS = 1_000_000
+"""The largest world that a layout is made for: beyond all machines, and soon counted through."""
+_WHOLE = re.compile(r"-?[0-9]{1,20}")
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,15 @@ class Layout:
                         "shard: nothing, optimizer state, + gradients, + parameters)."
                     )
             elif value < 1:
-                raise LayoutError(f"layout: {name}={value} must be 1 or more.")
+                raise LayoutError(f"layout: {name}={shown_number(value)} must be 1 or more.")
+            elif value > MOST_RANKS:
+                raise LayoutError(
+                    f"layout: {name}={shown_number(value)} must be {MOST_RANKS} at most."
+                )
+        if self.world_size > MOST_RANKS:
+            raise LayoutError(
+                f"layout {str(self)!r} needs {self.world_size} ranks; {MOST_RANKS} are the most."
+            )
         if self.dp % self.replicas:
             raise LayoutError(
                 f"layout: replicas={self.replicas} must divide dp={self.dp}: each full copy is "
@@ -128,6 +141,11 @@ class Layout:
         return ",".join(f"{axis}={n}" for axis, n in {"dp": self.dp, **self.beyond_dp}.items())
 
 
+def shown_number(value: int) -> str:
+    """A number that may have more digits than anybody wants to read."""
+    return str(value) if abs(value) < 10**20 else "a number of more than 20 digits"
+
+
 class Place(NamedTuple):
     """The coordinates of a rank; ranks that differ in ``pp`` or ``tp`` alone see the same data."""
 
@@ -152,7 +170,7 @@ def read_degrees(text: str) -> dict[str, int]:
                 f"layout {text!r}: {name!r} is not one of {', '.join(names)}.{hint} "
                 'Write it like "dp=4,tp=2".'
             )
-        if not equals or not value.lstrip("-").isdigit():
+        if not equals or not _WHOLE.fullmatch(value):
             raise LayoutError(
                 f"layout {text!r}: {part.strip()!r} must be {name}=<whole number>, like {name}=2."
             )

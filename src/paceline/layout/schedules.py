@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from paceline.errors import LayoutError
 from paceline.layout import orders
+from paceline.layout.layout import shown_number
 from paceline.layout.orders import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Group
 
 
@@ -33,6 +34,11 @@ _KINDS = {
     "zbv": _Kind(orders.zbv, v_shaped=True, stages_per_rank=2, default_stages=2),
     "dualpipev": _Kind(orders.dualpipev, v_shaped=True, stages_per_rank=2, default_stages=2),
 }
+MOST_RANKS = 256
+"""The longest pipeline whose table is made: its time goes with the square of it."""
+MOST_CELLS = 8_192
+"""The largest table that is made: stages times microbatches."""
+_LONGEST = 1e12
 SCHEDULES = tuple(_KINDS)
 """The names of the schedules there are."""
 
@@ -68,6 +74,22 @@ def check_schedule(
             f"schedule {name!r}: microbatches={microbatches} cannot be cut into "
             f"microbatches // pp = {microbatches} // {pp} = {rounds} rounds of one size. Use a "
             f"multiple of pp={pp} (always right), or {below}."
+        )
+
+
+def check_size(name: str, pp: int, microbatches: int, stages_per_rank: int | None = None) -> None:
+    """Raise :class:`LayoutError` unless the whole table can be made and looked at."""
+    stages = pp * _stages_per_rank(name, pp, stages_per_rank)
+    if pp > MOST_RANKS:
+        raise LayoutError(
+            f"schedule {name!r}: {shown_number(pp)} ranks are too many to be laid out one by one; "
+            f"{MOST_RANKS} are the most. The pattern repeats: look at fewer."
+        )
+    if stages * microbatches > MOST_CELLS:
+        raise LayoutError(
+            f"schedule {name!r}: {shown_number(stages)} stages × {shown_number(microbatches)} "
+            f"microbatches are too many to be laid out one by one; {MOST_CELLS} are the most. The "
+            "pattern repeats: look at fewer ranks or microbatches."
         )
 
 
@@ -107,6 +129,8 @@ class Costs:
                 )
             if any(value < 0 for value in values):
                 raise LayoutError(f"costs: {name}={cost} must not be negative.")
+            if not all(value <= _LONGEST for value in values):
+                raise LayoutError(f"costs: {name}={cost} must be a number up to {_LONGEST:g}.")
 
 
 _COST_OF = {
@@ -198,6 +222,7 @@ def build_schedule(
 
     The order of each rank is the one ``torch.distributed.pipelining`` executes.
     """
+    check_size(name, pp, microbatches, stages_per_rank)
     check_schedule(name, pp, microbatches, stages_per_rank)
     stages = _stages_per_rank(name, pp, stages_per_rank)
     costs = costs or Costs()
@@ -306,4 +331,5 @@ def _stages_per_rank(name: str, pp: int, stages_per_rank: int | None) -> int:
 
 def _check_count(what: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise LayoutError(f"schedule: {what}={value!r} must be a whole number, 1 or more.")
+        shown = shown_number(value) if isinstance(value, int) else repr(value)
+        raise LayoutError(f"schedule: {what}={shown} must be a whole number, 1 or more.")

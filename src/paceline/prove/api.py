@@ -176,9 +176,9 @@ def _check_numbers(**numbers: Any) -> None:
 @contextlib.contextmanager
 def _telling(progress: bool) -> Iterator[Tell]:
     """A line on a terminal that says what is running; nothing elsewhere."""
-    from rich.console import Console
+    from paceline.track.console import SafeConsole
 
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     if not progress or not console.is_terminal:
         yield lambda text: None
         return

@@ -85,16 +85,17 @@ class Report:
         return json.dumps(_plain({"ok": self.ok, **asdict(self)}), indent=2)
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from paceline.track.console import SafeConsole
 
         text = io.StringIO()
-        self.show(Console(file=text, width=_WIDTH, color_system=None))
+        self.show(SafeConsole(file=text, width=_WIDTH, color_system=None))
         return text.getvalue().rstrip("\n")
 
     def show(self, console: Console) -> None:
         """Print the table and, below it, what is wrong and what was done."""
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("layout", "verdict", "largest difference", "allowed", "where"):
@@ -104,7 +105,7 @@ class Report:
             failed = row.verdict in ("failed", "refused")
             table.add_row(
                 row.layout,
-                f"[{colour}]{row.verdict}[/{colour}]",
+                Text(row.verdict, colour),
                 "" if failed else f"{row.difference:.1e}",
                 "" if failed else f"{row.allowed:.0e}",
                 "" if row.where is None else str(row.where),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
+from paceline.track.console import SafeConsole
 from paceline.track.progress import StepView
 
 
@@ -18,7 +18,7 @@ class Bar:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream)
+        self._console = SafeConsole(file=stream)
         self._progress: Progress | None = None
 
     def say(self, text: str, *, warning: bool = False) -> None:
@@ -56,9 +56,9 @@ class Bar:
         if self._progress is None:
             self._progress = Progress(
                 SpinnerColumn(finished_text=" "),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=30),
-                TextColumn("{task.fields[status]}"),
+                TextColumn("{task.fields[status]}", markup=False),
                 console=self._console,
                 refresh_per_second=8,
             )

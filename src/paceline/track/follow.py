@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from paceline.events import FILE_NAME, Event, Note, append
+from paceline.events import FILE_NAME, LONGEST_LINE, Event, Note, append
 from paceline.track.progress import Progress
 from paceline.track.tracker import Recorder, Tracker
+from paceline.untrusted import open_file
 
 _POLL_SECONDS = 0.1
 _CHUNK = 1 << 20
@@ -28,7 +29,7 @@ class Tail:
     def read(self) -> list[Event]:
         """The events written since the last call; half a line waits for its other half."""
         try:
-            with open(self._path, "rb") as file:
+            with open_file(self._path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset, self._partial = 0, b""  # it was deleted, and begun anew
                 file.seek(self._offset)
@@ -37,7 +38,9 @@ class Tail:
             return []
         self._offset += len(chunk)
         *lines, self._partial = (self._partial + chunk).split(b"\n")
-        events = (Event.from_json(line.decode(errors="replace")) for line in lines)
+        if len(self._partial) > LONGEST_LINE:
+            self._partial = b"-"  # no event is as long: what follows of it makes a broken line
+        events = (Event.from_json(line) for line in lines)
         return [event for event in events if event is not None]
 
 

@@ -33,6 +33,7 @@ from paceline.events import (
     Straggler,
 )
 from paceline.track.pace import Pace, clock, count, duration, number, plural, rate, size
+from paceline.untrusted import printable
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ class Lines:
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Write one line."""
-        self._stream.write(f"warning: {text}\n" if warning else f"{text}\n")
+        shown = printable(text)
+        self._stream.write(f"warning: {shown}\n" if warning else f"{shown}\n")
         self._stream.flush()
 
     def prepare(self) -> None:

@@ -21,12 +21,14 @@ from typing import Any
 from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.storage.explaining import explained as explained
 from paceline.errors import CheckpointError, StorageError
+from paceline.untrusted import MIB, NotReadable, open_descriptor
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 """The names of files that :meth:`Storage.replace` had not finished when its process died."""
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(:|//)")
-_BUFFER = 1024 * 1024
+_BUFFER = MIB
+_MOST_AT_ONCE = 256 * MIB
 _MOST_VIEWS = os.sysconf("SC_IOV_MAX")
 
 
@@ -109,6 +111,11 @@ class Storage(ABC):
     def read_bytes(self, path: str) -> bytes:
         """All bytes of a (small) file."""
         with self.open_read(path) as file:
+            if file.size > _MOST_AT_ONCE:
+                raise StorageError(
+                    f"cannot read {self.full(path)}: it has {file.size} bytes, and a file of its "
+                    f"kind has at most {_MOST_AT_ONCE}."
+                )
             data = bytearray(file.size)
             found = file.read_into(0, memoryview(data))
         return bytes(data[:found])
@@ -188,11 +195,13 @@ class LocalStorage(Storage):
     def delete(self, path: str) -> None:
         """See :meth:`Storage.delete`."""
         with self._explained("delete", path), suppress(FileNotFoundError):
+            self._check_inside(path)
             os.unlink(self.root / path)
 
     def delete_folder(self, path: str) -> None:
         """See :meth:`Storage.delete_folder`."""
         with self._explained("delete", path), suppress(FileNotFoundError):
+            self._check_inside(path)
             shutil.rmtree(self.root / path)
 
     def make_folder(self, path: str = "") -> None:
@@ -205,6 +214,14 @@ class LocalStorage(Storage):
             for made in missing:
                 _fsync_folder(made.parent)  # the new name itself must survive a power cut
 
+    def _check_inside(self, path: str) -> None:
+        """What is deleted is in this folder, and not where a link in it leads."""
+        folder = self.root
+        for part in Path(path).parts[:-1]:
+            folder /= part
+            if folder.is_symlink():
+                raise NotReadable(f"{folder.name} is a link to somewhere else", folder)
+
     def _explained(self, verb: str, path: str) -> AbstractContextManager[None]:
         return explained(verb, self.full(path))
 
@@ -213,7 +230,7 @@ class _LocalFile(ScatteringFile):
     def __init__(self, storage: LocalStorage, path: str) -> None:
         self.path = storage.full(path)
         self._handle = -1
-        self._handle = os.open(storage.root / path, os.O_RDONLY)
+        self._handle = open_descriptor(storage.root / path)
         self.size = os.fstat(self._handle).st_size
 
     def read_into(self, offset: int, into: memoryview) -> int:

@@ -19,6 +19,8 @@ from paceline.errors import CheckpointError
 
 NAME = ".lock"
 BEAT_S = 10.0
+# Not where a link leads: what is written into a lock file must not land in another one.
+_OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -63,7 +65,7 @@ class LocalLock(FolderLock):
         self._handle = -1
         with explained("lock", storage.where):
             while True:
-                self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                self._handle = os.open(self.path, _OPEN_LOCK, 0o644)
                 self._flock(storage.where)
                 if self._is_at_its_path():
                     break

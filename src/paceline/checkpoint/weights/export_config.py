@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.finding import read_run_config
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError
+from paceline.untrusted import MIB, parse_json, read_text
 
 INFO_KEY = "hf_config"
 """Where an import leaves the ``config.json`` in the checkpoint's info."""
@@ -44,7 +45,7 @@ def hf_config(
 def _from_file(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(read_text(file, MIB))
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
     except ValueError as error:
@@ -77,12 +78,7 @@ def _model_of_run(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
     file = checkpoint.storage.root.parent / "config.yaml"
     if not file.is_file():
         return "", {}
-    import yaml
-
-    try:
-        read = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    read = read_run_config(file)
     model = read.get("model") if isinstance(read, dict) else None
     if not isinstance(model, dict):
         return "", {}

@@ -137,6 +137,8 @@ def check_file(path: Path) -> None:
     """Refuse to replace anything but a file."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; only a file can be replaced by this export.")
+    if not path.is_file() and not path.is_symlink():  # to put a file there would end it for all
+        raise CheckpointError(f"{path} is a device or a pipe; only a file can be replaced.")
 
 
 def check_hf_folder(path: Path) -> None:

@@ -116,7 +116,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, MemoryError) as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}.") from error
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.events import Event, HangFound, HangOver, append
 from paceline.launch.endurance import Endurance
 from paceline.launch.overseer import Started, Stuck
+from paceline.untrusted import printable
 
 if TYPE_CHECKING:
     from paceline.diagnose.hangs.board import Board
@@ -32,7 +33,7 @@ _PATIENCE_TICKS = 2
 
 def to_stderr(message: str) -> None:
     """Show a finding on the console."""
-    print(f"paceline: {message}", file=sys.stderr, flush=True)
+    print(f"paceline: {printable(message)}", file=sys.stderr, flush=True)
 
 
 class HangOverseer:

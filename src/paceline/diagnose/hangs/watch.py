@@ -28,6 +28,7 @@ from paceline.diagnose.hangs.verdict import Finding
 from paceline.diagnose.pulse import OUTSIDE, PHASES, Pulse
 from paceline.launch import last_words
 from paceline.launch.endurance import Endurance
+from paceline.untrusted import printable
 
 AFTER_VARIABLE = "PACELINE_HANG_AFTER"
 DEFAULT_AFTER = 60.0
@@ -262,4 +263,4 @@ class _Lead:
 
 def _print(news: Finding | Over) -> None:
     text = news.detail if isinstance(news, Finding) else explain.over_text(news.seconds)
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
+    print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)

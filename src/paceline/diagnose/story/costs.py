@@ -152,13 +152,15 @@ def _steps_as_slow(event: Straggler, splits: Sequence[StepSplit]) -> int:
     then less what it cost; halfway between is the line.
     """
     then = next((s for s in splits if s.step == event.step), None)
-    if then is None or event.phase not in then.phases:
+    took = None if then is None else _seconds_of(event, then)
+    if took is None:
         return 1
-    line = then.phases[event.phase][event.rank] - event.costs / 2
-    return sum(
-        split.steps
-        for split in splits
-        if event.phase in split.phases
-        and len(split.phases[event.phase]) > event.rank
-        and split.phases[event.phase][event.rank] >= line
-    )
+    line = took - event.costs / 2
+    slow = ((split.steps, _seconds_of(event, split)) for split in splits)
+    return sum(steps for steps, seconds in slow if seconds is not None and seconds >= line)
+
+
+def _seconds_of(event: Straggler, split: StepSplit) -> float | None:
+    """What the phase took on the rank; ``None`` where the split knows nothing of it."""
+    by_rank = split.phases.get(event.phase, [])
+    return by_rank[event.rank] if 0 <= event.rank < len(by_rank) else None

@@ -6,13 +6,18 @@ rank in a run folder, on whichever node and at whichever start it was written.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from paceline.untrusted import open_file
+
 _READ_BYTES = 256 * 1024
 _TAIL_LINES = 20
+_MOST_LOGS = 100_000
+_NAME = re.compile(r"rank([0-9]{1,9})\.log")
 
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
@@ -94,6 +99,7 @@ class Logs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._found: list[Path] | None = None
 
     def of(self, attempt: int, rank: int, log: str = "") -> LogEvidence | None:
         """See :class:`Evidence`."""
@@ -111,16 +117,32 @@ class Logs:
         if not log:
             return []
         _, found, below = log.rpartition(f"/{self._folder.name}/")
-        inside = [self._folder / below] if found else []
-        return [*inside, Path(log)]
+        told = [self._folder / below, Path(log)] if found else [Path(log)]
+        return [path for path in told if self._is_inside(path)]
+
+    def _is_inside(self, path: Path) -> bool:
+        """Whether it is a log of this run: a record that was received may name any file."""
+        try:
+            return path.resolve().is_relative_to(self._folder.resolve())
+        except (OSError, ValueError, RuntimeError):  # a path that cannot be one, a ring of links
+            return False
 
     def _of_attempt(self, attempt: int, rank: str) -> list[Path]:
-        found = sorted(self._folder.rglob(f"rank{rank}.log"), key=_number)
+        found = [path for path in self._all() if rank in ("*", str(_number(path)[0]))]
         return [path for path in found if self._attempt_of(path) == attempt]
+
+    def _all(self) -> list[Path]:
+        """Every log, found once: in a folder of a node, of a start, or both."""
+        if self._found is None:
+            patterns = ("rank*.log", "*/rank*.log", "*/*/rank*.log")
+            found = itertools.chain(*(self._folder.glob(pattern) for pattern in patterns))
+            logs = (path for path in found if _NAME.fullmatch(path.name) and self._is_inside(path))
+            self._found = sorted(itertools.islice(logs, _MOST_LOGS), key=_number)
+        return self._found
 
     def _attempt_of(self, path: Path) -> int:
         for part in path.relative_to(self._folder).parts:
-            if match := re.fullmatch(r"attempt(\d+)", part):
+            if match := re.fullmatch(r"attempt([0-9]{1,9})", part):
                 return int(match[1])
         return 0
 
@@ -128,12 +150,12 @@ class Logs:
 def read_log(path: Path) -> LogEvidence:
     """The evidence in one log; of a long one its end is read."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _READ_BYTES))
-            text = file.read().decode(errors="replace")
+            text = file.read(_READ_BYTES).decode(errors="replace")
     except OSError as error:
-        return LogEvidence(str(path), tail=f"(cannot be read: {error.strerror})")
+        return LogEvidence(str(path), tail=f"(cannot be read: {error.strerror or error})")
     return evidence_in(text, str(path))
 
 
@@ -180,5 +202,5 @@ def _last_dump(lines: list[str]) -> str:
 
 
 def _number(path: Path) -> tuple[int, str]:
-    match = re.fullmatch(r"rank(\d+)", path.stem)
+    match = _NAME.fullmatch(path.name)
     return (int(match[1]) if match else 0, str(path))

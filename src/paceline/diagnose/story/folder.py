@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.events import FILE_NAME, Event, GaveUp, RunFailed, RunFinished, StepDone
+from paceline.events import (
+    FILE_NAME,
+    Event,
+    GaveUp,
+    RunFailed,
+    RunFinished,
+    StepDone,
+    kind_of,
+    read_log_lines,
+)
 from paceline.launch.run_folder import RunFolder, list_runs
+from paceline.untrusted import open_file, parse_json
 
 _FRESH_SECONDS = 10.0
+_NAMED, _LONGEST_KIND = 10, 40
 
 
 @dataclass
@@ -71,40 +82,45 @@ def _why_no_run(run: RunFolder) -> str:
 def read_record(run: RunFolder) -> Record:
     """The events of a run; lines that are none are counted, not fatal, unless all are."""
     record = Record()
-    broken, strange = 0, set()
-    with open(run.events, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not line.strip():
-                continue
-            try:
-                event = Event.from_json(line)
-            except TypeError:  # a record of another version, without what this one asks for
-                strange.add(_kind_of(line))
-                continue
+    broken, strange = 0, Counter[str]()
+    try:
+        for line in read_log_lines(run.events):
+            event = None if line is None else Event.from_json(line)
             if event is not None:
                 record.events.append(event)
-            elif kind := _kind_of(line):
-                strange.add(kind)
+            elif line is None or not (kind := _unknown_kind(line)):
+                broken += line is None or bool(line.strip())
             else:
-                broken += 1
+                strange[kind] += 1
+    except OSError as error:
+        raise ConfigError(f"{run.events} cannot be read: {error.strerror or error}.") from None
     if not record.events:
         raise ConfigError(_why_no_events(run, broken, strange))
     if broken:
         lines = "1 line is" if broken == 1 else f"{broken} lines are"
-        record.oddities.append(f"{lines} broken in {run.events} (a writer was cut off).")
+        record.oddities.append(
+            f"{lines} broken in {run.events} (a writer was cut off, or it was not a run that "
+            "wrote them)."
+        )
     if strange:
         record.oddities.append(
             f"this version of paceline does not know all records of this run "
-            f"({', '.join(sorted(strange))}): another version wrote it."
+            f"({_names(strange)}): another version wrote it."
         )
     return record
 
 
-def _why_no_events(run: RunFolder, broken: int, strange: set[str]) -> str:
+def _names(strange: Counter[str]) -> str:
+    """The kinds that came most often, with how often where it is more than once."""
+    told = [f"{kind} × {n}" if n > 1 else kind for kind, n in strange.most_common(_NAMED)]
+    return ", ".join([*sorted(told), "…"] if len(strange) > _NAMED else sorted(told))
+
+
+def _why_no_events(run: RunFolder, broken: int, strange: Counter[str]) -> str:
     if strange:
         return (
             f"{run.events} holds records of another version of paceline only "
-            f"({', '.join(sorted(strange))}). Use the version that the run was started with."
+            f"({_names(strange)}). Use the version that the run was started with."
         )
     if broken:
         return f"{run.events} holds no event: none of its {broken} lines can be read."
@@ -114,13 +130,15 @@ def _why_no_events(run: RunFolder, broken: int, strange: set[str]) -> str:
     )
 
 
-def _kind_of(line: str) -> str:
-    """The kind that a record claims to be of; empty when it is no record."""
+def _unknown_kind(line: bytes) -> str:
+    """The kind of a record that is whole and of a kind of its own; empty where it is broken.
+
+    A kind that this version knows, without a field that it asks for, may be of another version.
+    """
     try:
-        data = json.loads(line)
-    except json.JSONDecodeError:
+        return kind_of(parse_json(line))[:_LONGEST_KIND]
+    except ValueError:
         return ""
-    return str(data.get("kind", "")) if isinstance(data, dict) else ""
 
 
 def is_running(run: RunFolder, events: list[Event], now: float | None = None) -> bool:
@@ -134,7 +152,7 @@ def is_running(run: RunFolder, events: list[Event], now: float | None = None) ->
 def _is_held(path: Path) -> bool | None:
     """Whether a process holds this lock; ``None`` where there is none, or no way to know."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             # For an instant. The launchers of several machines share it: only one who wants it
             # for himself notices them.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
