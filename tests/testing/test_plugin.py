@@ -8,6 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.cold  # pytest wants to be the first to import its plugins
+
 
 def run_pytest(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_theirs.py").write_text(textwrap.dedent(code))

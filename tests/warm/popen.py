@@ -18,6 +18,7 @@ from warm.server import PID, room
 
 _SET_CHILD_SUBREAPER = 36
 _TESTS = str(Path(__file__).parents[1])
+_COMMAND = str(Path(sys.executable).with_name("paceline"))
 _SERVER = """
 import sys
 base = sys.path[:]
@@ -27,7 +28,7 @@ sys.path[:] = base
 main(int(sys.argv[1]), base)
 """
 # Others change how Python itself starts, which a fork cannot make up for.
-_FOLLOWED = ("PYTHONPATH", "PYTHONUNBUFFERED")
+_FOLLOWED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")
 _ORIGINAL = subprocess.Popen
 
 
@@ -133,6 +134,8 @@ def plan(words: list[str], env: Any, cwd: Any) -> Order | None:
         folder, words = words[end + 2].partition("=")[2], words[end + 3 :]
     elif not os.path.isdir(folder):
         return None
+    if words[0] == _COMMAND:
+        words = command = [sys.executable, *words]
     if words[0] != sys.executable or isinstance(words[-1], bytes):
         return None
     environment = dict(os.environ if env is None else env)
@@ -144,7 +147,7 @@ def plan(words: list[str], env: Any, cwd: Any) -> Order | None:
         flags.add(rest.pop(0))
     if len(rest) > 1 and rest[0] in ("-m", "-c"):
         kind, target, *arguments = rest
-    elif rest and rest[0].endswith(".py"):
+    elif rest and (rest[0].endswith(".py") or rest[0] == _COMMAND):
         kind, (target, *arguments) = "script", rest
     else:
         return None

@@ -19,6 +19,7 @@ import struct
 import sys
 import time
 import types
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,6 @@ _RUN_AS_MAIN = ("paceline.trainer.run", "paceline.launch.worker", "paceline.test
 # These start nothing in Python, or only what they fork themselves.
 _STARTS_NOTHING = ("paceline.launch.worker", "paceline.testing.server")
 _SET_PARENT_DEATH_SIGNAL = 1
-_SET_MM, _ARGUMENTS_END = 35, 9
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -73,11 +73,11 @@ def _serve(line: socket.socket) -> tuple[Order, list[int]]:
         reading, writing = os.pipe()
         go_between = os.fork()
         if go_between == 0:
+            between = os.getpid()
             child = os.fork()
             if child:
                 os.write(writing, PID.pack(child))
                 os._exit(0)
-            between = os.getppid()
             line.close()
             os.close(reading)
             os.close(writing)
@@ -144,6 +144,9 @@ def _take_place(order: Order, files: Sequence[int], base_path: list[str]) -> Non
     sys.path[:] = [*([] if order.safe_path else front), *map(os.path.abspath, more), *base_path]
     sys.orig_argv[:] = order.command
     sys.argv[:] = [order.target if order.kind == "script" else order.kind, *order.arguments]
+    if chosen := order.env.get("PYTHONWARNINGS"):
+        sys.warnoptions[:] = chosen.split(",")
+        warnings._processoptions(sys.warnoptions)  # as Python does, on start
     _what_is_read_on_loading()
     sys.excepthook = _hook
 
@@ -158,6 +161,7 @@ def _what_is_read_on_loading() -> None:
     if dist.is_available():
         dist.set_debug_level_from_env()
     random.seed()
+    torch.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     importlib.invalidate_caches()
@@ -176,8 +180,12 @@ def _place_files(targets: Sequence[int], files: Sequence[int]) -> None:
 
 def _open_streams(unbuffered: bool) -> None:
     """The standard streams, as Python itself opens them."""
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
-    for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+    sys.stdin = sys.__stdin__ = open(0, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
+    # How it treats what it cannot encode is up to the locale.
+    for number, name, errors in (
+        (1, "stdout", sys.stdout.errors),
+        (2, "stderr", sys.stderr.errors),
+    ):
         raw = io.FileIO(number, "w", closefd=False)
         stream = io.TextIOWrapper(
             raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]
@@ -202,8 +210,6 @@ def _show_in_proc(order: Order) -> None:
     first_word, last_word, first_variable, last_variable = map(int, fields[45:49])
     words = b"".join(os.fsencode(word) + b"\0" for word in order.command)
     _overwrite(first_word, last_word, words)
-    # Where it may, it also says where the words end; else there is a tail of zeros.
-    _libc.prctl(_SET_MM, _ARGUMENTS_END, ctypes.c_ulong(first_word + len(words)), 0, 0)
     # Only where room was made for it: C code may still point into the rest.
     block = ctypes.string_at(first_variable, last_variable - first_variable)
     start = first_variable + block.index(_ROOM_NAME.encode())
