@@ -11,6 +11,7 @@ import gc
 import importlib
 import io
 import os
+import platform
 import random
 import runpy
 import signal
@@ -123,7 +124,9 @@ def _enter(order: Order) -> None:
         if _libc.setns(file, 0):
             raise OSError(ctypes.get_errno(), "setns")
         os.close(file)
-    order.namespaces = []
+    if order.namespaces:
+        platform._uname_cache = None  # it knows the name of the machine it was first asked on
+        order.namespaces = []
 
 
 def _take_place(order: Order, files: Sequence[int], base_path: list[str]) -> None:
