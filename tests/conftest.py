@@ -1,8 +1,62 @@
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+
+import warm
+from paceline.testing import leaks
+
+_WORKERS_PER_CORE = 2
+"""Many tests wait, for processes and for time to pass: more of them than there are cores."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have signals arrive in what tests start, also where this was started in the background.
+
+    A shell without job control makes such commands ignore Ctrl-C, ``nohup`` hang-ups, and all that
+    they start inherit it: tests that send one would wait in vain.
+    """
+    config.addinivalue_line("markers", "cold: Python processes of this test start from scratch.")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # This process goes on ignoring it. Programs it starts do not: a handler is not inherited.
+        signal.signal(signal.SIGHUP, lambda signum, frame: None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """As many tests side by side as this machine can take; those of a single file in this process.
+
+    Workers take seconds to start, and the tests of a file share what its first one has set up.
+    """
+    paths = {Path(argument.partition("::")[0]) for argument in config.args}
+    if len(paths) == 1 and paths.pop().is_file():
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(8, _WORKERS_PER_CORE * (cores or 1))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_starts() -> Iterator[None]:
+    """Python processes that tests start need not import torch each: see tests/warm."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    with warm.installed(on_start=leaks.serves_the_session):
+        yield
 
 
 @pytest.fixture(autouse=True)
-def _every_test_cleans_up(no_leaks: None) -> None:
+def _every_test_cleans_up(request: pytest.FixtureRequest, no_leaks: None) -> Iterator[None]:
     """Processes, ports, environment variables, files: a test that leaves any behind fails."""
+    if request.node.get_closest_marker("cold") is None:
+        yield
+        return
+    with warm.cold():
+        yield

@@ -11,6 +11,8 @@ import pytest
 
 import paceline
 
+pytestmark = pytest.mark.cold
+
 HEAVY = {"torch", "pydantic", "yaml", "rich", "numpy", "mlflow", "tensorboard", "transformers"}
 
 LOADED_AFTER = """

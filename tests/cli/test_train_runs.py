@@ -257,6 +257,7 @@ def test_a_script_gets_its_arguments_and_hands_on_its_status(folder: Path) -> No
     assert log.read_text() == done.stdout
 
 
+@pytest.mark.cold  # one whole run that starts as a user's does
 def test_a_console_that_is_gone_is_not_the_runs_fault(folder: Path) -> None:
     """As in ``paceline train … | head -1``."""
     process = subprocess.Popen(

@@ -96,6 +96,7 @@ held()
 """
 
 
+@pytest.mark.cold
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 def test_a_process_that_cannot_speak_is_seen_from_outside(tmp_path: Path) -> None:
     script = tmp_path / "held.py"

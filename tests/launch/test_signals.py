@@ -128,6 +128,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     assert launched.end()[0] == -signal.SIGKILL
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("stage", ["launcher imports torch", "ranks import torch"])
 def test_ctrl_c_while_things_are_coming_up(tmp_path: Path, stage: str) -> None:
     launched = Launched(tmp_path, "stubborn", grace=600)

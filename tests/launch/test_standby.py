@@ -21,6 +21,8 @@ from paceline.launch.local import LocalJob, launch
 from paceline.launch.policy import Limits
 from paceline.launch.processes import Starter
 
+pytestmark = pytest.mark.cold
+
 
 def wait_for(what: str, condition: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 120

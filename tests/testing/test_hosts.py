@@ -14,7 +14,10 @@ import pytest
 from paceline.testing.hosts import Hosts, HostsUnavailable, hosts_available
 from paceline.testing.processes import is_alive
 
-pytestmark = pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available()))
+pytestmark = [
+    pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available())),
+    pytest.mark.cold,  # each process counts, and none imports torch
+]
 
 SERVER = """
 import socket

@@ -8,11 +8,17 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.cold  # pytest wants to be the first to import its plugins
+
 
 def run_pytest(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_theirs.py").write_text(textwrap.dedent(code))
+    # As a shell starts what is in the background: deaf to Ctrl-C, and after nohup to hang-ups.
+    deaf = ["sh", "-c", 'trap "" INT HUP; exec "$@"', "sh"]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", *options],
+        [*deaf, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", *options],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -49,6 +55,12 @@ def test_ranks_and_world_sizes(tmp_path):
             assert ranks.world_size == world_size
             assert ranks.run(lambda: World.current().size) == [world_size] * world_size
 
+        @pytest.mark.world(1)
+        def test_ctrl_c_reaches_ranks(ranks):
+            with pytest.raises(Exception) as caught:
+                ranks(lambda: os.kill(os.getpid(), 2))
+            assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+
         def test_size_in_the_call(ranks):
             assert ranks.run(lambda: World.current().size, world_size=2) == [2, 2]
 
@@ -83,6 +95,7 @@ def test_ranks_and_world_sizes(tmp_path):
         "test_one_size[world2]": "PASSED",
         "test_two_sizes[world1]": "PASSED",
         "test_two_sizes[world3]": "PASSED",
+        "test_ctrl_c_reaches_ranks[world1]": "PASSED",
         "test_size_in_the_call": "PASSED",
         "test_no_size": "FAILED",
         "TestClass::test_method[world2-1]": "PASSED",
@@ -203,3 +216,26 @@ def test_wrong_markers_stop_the_collection(tmp_path):
     assert done.returncode != 0
     for number, message in enumerate(WRONG_MARKERS.values()):
         assert f"test_{number}.py::test_it: {message}" in done.stdout + done.stderr
+
+
+def test_ctrl_c_reaches_what_tests_of_this_suite_start(tmp_path):
+    own = Path(__file__).parents[1]
+    (tmp_path / "conftest.py").write_text((own / "conftest.py").read_text())
+    done = run_pytest(
+        tmp_path,
+        """
+        import signal, subprocess, sys
+        import pytest
+
+        CODE = "import signal; print([signal.getsignal(n) == signal.SIG_IGN for n in (1, 2)])"
+
+        @pytest.mark.parametrize("start", [pytest.param("cold", marks=pytest.mark.cold), "warm"])
+        def test_child(start):
+            done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
+            assert done.stdout == "[False, False]\\n"
+        """,
+        *("-o", f"pythonpath={own}"),
+    )
+    assert outcomes(done) == {"test_child[cold]": "PASSED", "test_child[warm]": "PASSED"}, (
+        done.stdout
+    )

@@ -37,6 +37,14 @@ _IGNORED_VARIABLES = (
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
+_session_processes: set[int] = set()
+
+
+def serves_the_session(pid: int) -> None:
+    """Tell leak checks of a process that is started in a test, but serves later ones as well."""
+    _session_processes.add(pid)
+
+
 class LeakCheck:
     """Looks around when made, and again in :meth:`leaks`."""
 
@@ -87,7 +95,7 @@ class LeakCheck:
         """Ours by descent, or by the tag; those of a pool of ranks are the pool's business."""
         pools = {server.pid for server in live_servers()}
         found = {}
-        for pid in sorted(pids() - self._processes - pools):
+        for pid in sorted(pids() - self._processes - pools - _session_processes):
             above = ancestors(pid)
             ours = os.getpid() in above or was_started_with(pid, LEAK_TAG, self._tag)
             command = command_line(pid)

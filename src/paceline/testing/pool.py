@@ -22,7 +22,9 @@ from paceline.testing.process import LiveRank, RankServer
 DEFAULT_TIMEOUT = 60.0
 """Seconds a job may take before its ranks are stopped and their stacks shown."""
 
-_PRELOAD = ("paceline.testing.rank", "torch._dynamo")  # optimizers and DDP import dynamo on use
+# What most jobs come to import, so that it is imported once and not by every new rank. Optimizers
+# and DDP import dynamo on use.
+_PRELOAD = ("paceline.testing.rank", "torch._dynamo", "paceline.trainer", "paceline.models.gpt")
 
 
 class RankPool:

@@ -76,6 +76,9 @@ def _become_rank(connection: socket.socket, folder: str, store_port: int, server
         # Its own session: Ctrl-C reaches the pool's owner alone, and whatever a job starts can
         # be killed together with its rank.
         os.setsid()
+        # A shell that starts something in the background has it ignore Ctrl-C, for good: jobs that
+        # send one to themselves or to what they start mean it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         from paceline.testing.rank import serve
 
         serve(connection.detach(), folder, store_port)
