@@ -74,9 +74,7 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     with open_file(path, most) as file:
         data = file.read(most + 1)  # it may have grown since it was opened
     if len(data) > most:
-        raise NotReadable(
-            f"it has more than {most:,} bytes, the most for its kind", path
-        )
+        raise NotReadable(f"it has more than {most:,} bytes, the most for its kind", path)
     return data
 
 
