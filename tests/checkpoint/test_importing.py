@@ -335,7 +335,8 @@ def flipped(data: bytes) -> bytes:
     [
         (lambda data: data + b"garbage", "begins like a zip file and does not end like one"),
         (lambda data: data[:-2] + b"\x07\x00garbage", "does not end like one"),
-        (lambda data: data + data, "has something before its archive"),
+        # Python 3.12 and later refuse it themselves.
+        (lambda data: data + data, "has something before its archive|BadZipFile"),
         (encrypted, r"is encrypted"),
         (flipped, r"is damaged .*CRC"),
     ],

@@ -17,6 +17,7 @@ from paceline.errors import PacelineError, RankFailed
 from paceline.events import RunFinished, RunStarted, StepDone
 from paceline.launch.run_folder import RunFolder, open_run
 from paceline.trainer import run as trainer_run
+from paceline.world import World
 
 MODULE = """
 import os
@@ -63,6 +64,7 @@ def train(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("paceline.config.checks.count_gpus", lambda: 0)
+    World.current().close()  # the one of an earlier test of this process: a run makes its own
 
     def launch(job: Any) -> None:
         monkeypatch.setattr(sys, "argv", job.command[1:])

@@ -122,7 +122,7 @@ def test_a_run_that_was_cut_short_has_no_end() -> None:
     assert summary.finished is None
     assert summary.lines()[0] == "the run left no record of its end"
     done = RunFinished(reason="done", step=1, epoch=0, samples=1, seconds=1.0)
-    again = Summary.of([done, started(first=1), step(2)])
+    again = Summary.of([done, started(first=1), step(2, seconds=1.0)])
     assert again.finished is None, "it goes on"
     refused = Summary.of([done, started(first=1)])
     assert refused.finished == done, "it was started, but has done nothing since"
