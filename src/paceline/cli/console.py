@@ -35,10 +35,10 @@ def say(line: str = "", *, error: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
     try:
         print(printable(line), file=stream, flush=True)
-    except OSError:
-        give_up(stream)
     except UnicodeEncodeError:
         say(line.encode("ascii", "backslashreplace").decode(), error=error)
+    except (OSError, ValueError):  # a ValueError where the stream itself was closed
+        give_up(stream)
 
 
 def give_up(stream: TextIO) -> None:

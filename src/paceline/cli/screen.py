@@ -74,6 +74,8 @@ def run(command: Callable[[], object]) -> NoReturn:
             sys.stdout.flush()
         except OSError as error:
             _leave_refused(error)
+        except ValueError:  # it was closed: nothing is left to write
+            give_up(sys.stdout)
         raise ending from None
     _leave(0)
 
@@ -83,7 +85,7 @@ def _prepare_streams() -> None:
     open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # A file name need not be text, and a terminal may know less than all characters.
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and not stream.closed:
             stream.reconfigure(errors="backslashreplace")
 
 
