@@ -55,8 +55,16 @@ class StageModule(nn.Module):
         super().__init__()
         object.__setattr__(self, "_work", work)
 
-    def forward(self, *received: Tensor) -> tuple[Tensor, ...] | Tensor:
-        """Run the next microbatch: what goes to the next stage, or the loss on the last."""
+    def __call__(self, *received: Tensor, **nothing: None) -> Any:
+        """Run the next microbatch, with an argument at least.
+
+        On a GPU, FSDP moves the arguments of its root there and fails where there are none
+        (``IndexError``, torch 2.11), as in a call of the first stage.
+        """
+        return super().__call__(*received, **{"placeholder": None, **nothing})
+
+    def forward(self, *received: Tensor, placeholder: None = None) -> tuple[Tensor, ...] | Tensor:
+        """What goes to the next stage, or the loss on the last."""
         work: StageWork = self._work  # type: ignore[assignment]
         return work.run_next(received)
 
