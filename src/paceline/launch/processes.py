@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from paceline.launch import guard, worker
+from paceline.launch.secret import SECRET_VARIABLES
 
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 2.0
@@ -115,7 +116,7 @@ class Starter:
 
     def start(self, rank: int, env: Mapping[str, str]) -> RankProcess:
         """Start a rank, from a standby if one is ready."""
-        whole = {**os.environ, **self._base_env, **env}
+        whole = {**_environment(), **self._base_env, **env}
         process = self._from_standby(whole) or _popen(
             self._command, whole, pass_fds=self._inherited
         )
@@ -136,7 +137,7 @@ class Starter:
         if self._due is None or now < self._due:
             self._due = now + _STANDBY_AFTER_SECONDS if self._due is None else self._due
         elif moving():
-            env = {**os.environ, **self._base_env}
+            env = {**_environment(), **self._base_env}
             self._standbys.append(_Standby(self._command, env, self._inherited))
             self._guard.watch([self._standbys[-1].pid])
         else:
@@ -249,3 +250,8 @@ def _popen(
         stderr=stderr,
         start_new_session=True,
     )
+
+
+def _environment() -> dict[str, str]:
+    """What ranks get of the launcher's own: all but the secret by which launchers meet."""
+    return {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}

@@ -23,6 +23,7 @@ from paceline.launch.listening import is_loopback
 
 VARIABLE = "PACELINE_SECRET"
 FILE_VARIABLE = "PACELINE_SECRET_FILE"
+SECRET_VARIABLES = (VARIABLE, FILE_VARIABLE)
 _LEAST_CHARACTERS = 32
 _MAKE = "Make one with: paceline secret FILE"
 
