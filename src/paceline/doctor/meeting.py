@@ -20,6 +20,7 @@ from paceline.doctor.facts_network import look_up
 from paceline.doctor.links import connect
 from paceline.errors import PacelineError
 from paceline.launch.listening import is_this_machine
+from paceline.launch.messages import BadMessage, decode
 from paceline.launch.secret import RunSecret
 from paceline.launch.stores import IDENTITY, LineLost, ServedStore
 from paceline.launch.tunnel import Tunnel, WrongSecret
@@ -46,6 +47,10 @@ class NotMet(PacelineError):
 
 class Gone(PacelineError):
     """The machine that serves the meeting has gone away."""
+
+
+class NoDoctor(Gone):
+    """What stands in the store was not written by a doctor."""
 
 
 class Meeting:
@@ -80,10 +85,11 @@ class Meeting:
         self.present: list[int] = []
         self.left: dict[int, str] = {}
 
-    def gather(self, card: dict[str, Any], most: int) -> dict[int, dict[str, Any]]:
+    def gather(self, card: Any, most: int, kind: Any = Any) -> dict[int, Any]:
         """Introduce this machine, and wait for ``most`` machines, or until the time is up.
 
-        Who came is decided by the machine that serves the meeting, and the same for all.
+        Who came is decided by the machine that serves the meeting, and the same for all. Each card
+        is of this ``kind``, or the meeting is not one of doctors: ``Gone``.
         """
         self._set(f"card/{self.number}", card)
         if self.serves:
@@ -92,15 +98,18 @@ class Meeting:
             if time.monotonic() > self._deadline + _STORE_TIMEOUT_S:
                 raise NotMet("no answer", "the machine that serves the meeting does not call")
             time.sleep(_POLL_S)
-        self.present = list(self._get("roll"))
+        self.present = self._get("roll", list[int])
         if self.number not in self.present:
             raise NotMet("too late", f"{len(self.present)} machines had begun without this one")
-        return {number: self._get(f"card/{number}") for number in self.present}
+        return {number: self._get(f"card/{number}", kind) for number in self.present}
 
-    def exchange(self, phase: str, mine: Any, timeout: float = _PHASE_TIMEOUT_S) -> dict[int, Any]:
+    def exchange(
+        self, phase: str, mine: Any, timeout: float = _PHASE_TIMEOUT_S, kind: Any = Any
+    ) -> dict[int, Any]:
         """Give all machines what this one has, and get what each of them has, by number.
 
-        Whoever is not heard of in time is counted as having left.
+        Whoever is not heard of in time, or says something that is not of this ``kind``, is counted
+        as having left.
         """
         self._set(f"{phase}/{self.number}", mine)
         deadline = time.monotonic() + timeout
@@ -113,7 +122,10 @@ class Meeting:
                     break
                 time.sleep(_POLL_S)
             else:
-                found[number] = self._get(key)
+                try:
+                    found[number] = self._get(key, kind)
+                except NoDoctor:
+                    self.left[number] = phase
         return found
 
     def leave(self, *, early: bool = False) -> None:
@@ -216,13 +228,15 @@ class Meeting:
         with _telling():
             self._store.set(key, json.dumps(value))
 
-    def _get(self, key: str) -> Any:
+    def _get(self, key: str, kind: Any) -> Any:
         with _telling():
+            if not self._store.check([key]):  # or else it would be waited for
+                raise NoDoctor(f"there is nothing under {key}")
             text = self._store.get(key)
         try:
-            return json.loads(text)
-        except ValueError:  # a stranger's: as good as no answer
-            raise Gone(f"what stands under {key} is no message of a doctor") from None
+            return decode(kind, text)
+        except BadMessage as error:  # a stranger's: as good as no answer
+            raise NoDoctor(f"what stands under {key} is no message of a doctor: {error}") from None
 
     def _has(self, key: str) -> bool:
         with _telling():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from paceline.doctor import facts
 from paceline.doctor.examine import (
@@ -31,6 +30,8 @@ from paceline.launch.secret import open_to_strangers
 
 # Reading machines' own facts may take torch's import and the build of a model.
 _FACTS_TIMEOUT_S = 180.0
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+_TOKEN = re.compile(r"[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,34 @@ class _Peer:
     address: str
     gloo_address: str
     port: int
+
+
+@dataclass(frozen=True)
+class Card:
+    """How a machine introduces itself; ``token`` is in the names of the files it will look for.
+
+    A stranger may show one, too: so that neither can name a file elsewhere.
+    """
+
+    host: str
+    address: str
+    gloo: str
+    port: int
+    token: str
+
+    def __post_init__(self) -> None:
+        if not _HOST.fullmatch(self.host) or not _TOKEN.fullmatch(self.token):
+            raise ValueError("no name of a machine, or no token")
+        if not 0 <= self.port < 65536:
+            raise ValueError("no port")
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What a machine found on its ways to the others."""
+
+    links: list[Link]
+    clocks: list[Clock]
 
 
 @dataclass
@@ -131,27 +160,26 @@ class _Together:
         return [peer for number, peer in self.peers.items() if number not in gone]
 
     def _introduce(self, port: int) -> None:
-        card = {
-            "host": socket.gethostname(),
-            "address": self.network.address,
-            "gloo": gloo_choice(self.network)[1],
-            "port": port,
-            "token": self.tokens.token,
-        }
-        cards = self.meeting.gather(card, self.how.most)
+        card = Card(
+            socket.gethostname(),
+            self.network.address,
+            gloo_choice(self.network)[1],
+            port,
+            self.tokens.token,
+        )
+        cards: dict[int, Card] = self.meeting.gather(asdict(card), self.how.most, Card)
         names = distinct_names(
-            [card["host"] for card in cards.values()], [card["address"] for card in cards.values()]
+            [card.host for card in cards.values()], [card.address for card in cards.values()]
         )
         for (number, one), name in zip(cards.items(), names, strict=True):
-            peer = _Peer(number, name, one["host"], one["address"], one["gloo"], one["port"])
-            self.peers[number] = peer
+            self.peers[number] = _Peer(number, name, one.host, one.address, one.gloo, one.port)
         first = min(cards)
-        self.tokens.token = cards[first]["token"]
+        self.tokens.token = cards[first].token
         self.how = replace(self.how, came=tuple(sorted(names)), host=self.peers[first].name)
 
-    def _tell(self, phase: str, mine: Any, timeout: float = _FACTS_TIMEOUT_S) -> dict[int, Any]:
+    def _tell(self, phase: str, mine: Any, kind: Any) -> dict[int, Any]:
         self.phase = phase
-        return self.meeting.exchange(phase, mine, timeout)
+        return self.meeting.exchange(phase, mine, _FACTS_TIMEOUT_S, kind)
 
     def _links(self) -> None:
         """Connect to every other machine; and to where Gloo would, if that is another address."""
@@ -172,13 +200,12 @@ class _Together:
                     tries,
                 )
             )
-        mine = {
-            "links": [asdict(link) for link, _ in results],
-            "clocks": [asdict(clock) for _, clock in results if clock is not None],
-        }
-        for told in self._tell("links", mine).values():
-            self.found.links += _decode(list[Link], told["links"])
-            self.found.clocks += _decode(list[Clock], told["clocks"])
+        mine = Ways(
+            [link for link, _ in results], [clock for _, clock in results if clock is not None]
+        )
+        for told in self._tell("links", asdict(mine), Ways).values():
+            self.found.links += told.links
+            self.found.clocks += told.clocks
 
     def _machines(self) -> None:
         """Every machine's facts about itself; its token files are written with them."""
@@ -189,8 +216,7 @@ class _Together:
         mine = self.own.gather(self.me.name, self.network, self.tokens)
         mine = replace(mine, peers=tuple(lookups))
         self.found.machines[self.me.number] = mine
-        for number, told in self._tell("machine facts", asdict(mine)).items():
-            self.found.machines[number] = _decode(Machine, told)
+        self.found.machines |= self._tell("machine facts", asdict(mine), Machine)
 
     def _folders(self) -> None:
         """Look for the others' files; then all remove theirs, and at last the folders."""
@@ -202,10 +228,12 @@ class _Together:
             if not folder.error
         }
         seen = [one for one in self.tokens.read(self.me.name, names) if one.key in written]
-        for told in self._tell("shared folders", [asdict(one) for one in seen]).values():
-            self.found.seen += _decode(list[Seen], told)
+        for told in self._tell(
+            "shared folders", [asdict(one) for one in seen], list[Seen]
+        ).values():
+            self.found.seen += told
         self.tokens.clean_up()
-        self._tell("cleaning up", None)
+        self._tell("cleaning up", None, None)
 
     def _speeds(self) -> None:
         """All-reduce with every machine in turn."""
@@ -220,10 +248,10 @@ class _Together:
                 is_mine = self.meeting.number in (first, second)
                 if is_mine and self._reach_each_other(first, second):
                     mine = asdict(self._measure(backend, first, second))
-            told = self._tell(f"speed, round {number + 1}", mine)
+            told = self._tell(f"speed, round {number + 1}", mine, Speed | None)
             for first, _ in here:
                 if told.get(first) is not None:
-                    self.found.speeds.append(_decode(Speed, told[first]))
+                    self.found.speeds.append(told[first])
 
     def _measure(self, backend: str, first: int, second: int) -> Speed:
         job = self.own.prober.submit(
@@ -272,7 +300,3 @@ class _Together:
             seen=tuple(sorted(found.seen, key=lambda s: (s.key, s.reader, s.writer))),
             speeds=tuple(sorted(found.speeds, key=lambda s: s.members)),
         )
-
-
-def _decode(kind: Any, told: Any) -> Any:
-    return TypeAdapter(kind).validate_python(told)
