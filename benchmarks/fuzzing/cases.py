@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzzing import readers, template
+from fuzzing.messages import message_case
 from fuzzing.mutations import Mutator
 from fuzzing.sandbox import CANARY, Prepared
 
@@ -231,5 +232,6 @@ _KINDS: dict[str, Callable[[Maker, Mutator, Path], tuple[list[str], Callable[[],
     "checkpoint": _checkpoint,
     "run": _run,
     "config": _config,
+    "message": lambda maker, hand, box: message_case(hand, box),
 }
 KINDS = tuple(_KINDS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.diagnose.hangs.explain import ranks_text
 from paceline.diagnose.hangs.report import (
     GONE,
     LEFT,
@@ -303,3 +304,9 @@ def test_groups_of_one_name_but_other_ranks_are_not_mixed_up() -> None:
 def test_report_survives_its_journey() -> None:
     report = waiting(0, 8, message=Message("send", 1), stack=IN_DATA, kernel="x", disk=True)
     assert Report.from_json(report.to_json()) == report
+
+
+def test_ranks_of_a_message_that_no_rank_sent_are_told_without_counting_to_them() -> None:
+    assert ranks_text([0, 1, 2, 3]) == "ranks 0 to 3"
+    assert ranks_text([]) == "no rank"
+    assert ranks_text([0, 1, 10**30]) == f"ranks 0, 1 and {10**30}"

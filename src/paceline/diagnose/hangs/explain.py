@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from paceline.diagnose.hangs.mismatch import Mismatch, words
@@ -34,9 +35,11 @@ _DOING = {
 def ranks_text(ranks: Sequence[int]) -> str:
     """``rank 1``, ``ranks 1 and 2``, ``ranks 0 to 7``."""
     ranks = sorted(ranks)
+    if not ranks:
+        return "no rank"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+    if len(ranks) > 2 and all(b == a + 1 for a, b in itertools.pairwise(ranks)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     if len(ranks) > 12:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:8]))}, …)"
