@@ -40,6 +40,9 @@ class NotReadable(OSError):
         self.strerror = reason
         self.filename = os.fspath(path)
 
+    def __str__(self) -> str:
+        return str(self.strerror)
+
 
 def open_descriptor(path: str | os.PathLike[str], most: int | None = None) -> int:
     """A descriptor for reading the regular file ``path``; never waits for whoever would write it.
