@@ -59,7 +59,8 @@ def open_descriptor(path: str | os.PathLike[str], most: int | None = None) -> in
             raise NotReadable(f"it is {_KINDS.get(kind, 'something else')}, not a file", path)
         if most is not None and found.st_size > most:
             raise NotReadable(
-                f"it has {found.st_size:,} bytes; a file of this kind has at most {most:,}", path
+                f"it has {found.st_size:,} bytes; a file of this kind has at most {most:,} bytes",
+                path,
             )
     except BaseException:
         os.close(descriptor)
