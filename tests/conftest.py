@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from paceline.testing import leaks
+from paceline.testing import RankPool, leaks
 
 _WORKERS_PER_CORE = 1.5
 """Some tests wait, for processes and for time to pass: more of them than there are cores."""
@@ -50,6 +50,13 @@ def _warm_starts() -> Iterator[None]:
         return
     with warm.installed(on_start=leaks.serves_the_session):
         yield
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """As the plugin's, with more patience: several workers share the machine."""
+    with RankPool(preload=["pytest"], timeout=180) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)
