@@ -78,6 +78,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--part", action="append", choices=["fixed", "elastic"])
     parser.add_argument("--nodes", type=int, default=2, choices=[1, 2], help="with 2 ranks in all")
     parser.add_argument(
+        "--pause", type=float, default=0.06, help="seconds a step takes more: on a busy machine 0.3"
+    )
+    parser.add_argument(
         "--keep", type=Path, help="a new folder for the runs, instead of a passing one"
     )
     parser.add_argument("--json", type=Path)
@@ -114,13 +117,13 @@ def _fixed(options: argparse.Namespace, folder: Path, clusters: list[Cluster]) -
     kinds = schedule.SINGLE if options.nodes == 1 else schedule.CLUSTER
     faults = schedule.plan(kinds, options.faults, options.seed, GAP, 2, options.only or ())
     settings = _settings(faults[-1].step + TAIL)
-    nodes, nproc = options.nodes, 2 // options.nodes
-    calm = Cluster(folder / "undisturbed", settings, nodes=nodes, nproc=nproc)
+    size = {"nodes": options.nodes, "nproc": 2 // options.nodes, "pause": options.pause}
+    calm = Cluster(folder / "undisturbed", settings, **size)
     with calm.up():
         calm.wait_done(1200)
     times = [note.time for note in calm.notes.all if note.rank == 0]
     step_s = statistics.median(b - a for a, b in itertools.pairwise(times))
-    wild = Cluster(folder / "disturbed", settings, nodes=nodes, nproc=nproc)
+    wild = Cluster(folder / "disturbed", settings, **size)
     clusters += [calm, wild]
     began = time.monotonic()
     outcomes: list[Outcome] = []

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import warm
-from paceline.testing import leaks
+from paceline.testing import RankPool, leaks
 
-_WORKERS_PER_CORE = 2
-"""Many tests wait, for processes and for time to pass: more of them than there are cores."""
+_WORKERS_PER_CORE = 1.5
+"""Some tests wait, for processes and for time to pass: more of them than there are cores."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,7 +39,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if len(paths) == 1 and paths.pop().is_file():
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(8, _WORKERS_PER_CORE * (cores or 1))
+    return min(8, int(_WORKERS_PER_CORE * (cores or 1)) or 1)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,6 +50,13 @@ def _warm_starts() -> Iterator[None]:
         return
     with warm.installed(on_start=leaks.serves_the_session):
         yield
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """As the plugin's, with more patience: several workers share the machine."""
+    with RankPool(preload=["pytest"], timeout=180) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ class Order:
     unbuffered: bool = False
     new_session: bool = False
     namespaces: list[str] = field(default_factory=list)
+    own_mounts: bool = False
     targets: list[int] = field(default_factory=list)
     """The numbers its open files have there; they travel in this order."""
 

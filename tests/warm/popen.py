@@ -134,6 +134,9 @@ def plan(words: list[str], env: Any, cwd: Any) -> Order | None:
         folder, words = words[end + 2].partition("=")[2], words[end + 3 :]
     elif not os.path.isdir(folder):
         return None
+    own_mounts = words[:2] == ["unshare", "--mount"]
+    if own_mounts:
+        words = command = words[2:]
     if words[0] == _COMMAND:
         words = command = [sys.executable, *words]
     if words[0] != sys.executable or isinstance(words[-1], bytes):
@@ -161,6 +164,7 @@ def plan(words: list[str], env: Any, cwd: Any) -> Order | None:
         safe_path="-P" in flags,
         unbuffered="-u" in flags or bool(environment.get("PYTHONUNBUFFERED")),
         namespaces=namespaces,
+        own_mounts=own_mounts,
     )
 
 

@@ -39,6 +39,8 @@ _RUN_AS_MAIN = ("paceline.trainer.run", "paceline.launch.worker", "paceline.test
 # These start nothing in Python, or only what they fork themselves.
 _STARTS_NOTHING = ("paceline.launch.worker", "paceline.testing.server")
 _SET_PARENT_DEATH_SIGNAL = 1
+_MOUNTS = 0x20000  # CLONE_NEWNS
+_ALL_PRIVATE = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -118,12 +120,16 @@ def _with_server_of_its_own(files: Sequence[int]) -> tuple[Order, list[int]] | N
 
 
 def _enter(order: Order) -> None:
-    """The namespaces, as ``nsenter`` would."""
+    """The namespaces, as ``nsenter`` and ``unshare --mount`` would."""
     opened = [os.open(path, os.O_RDONLY) for path in order.namespaces]
     for file in opened:
         if _libc.setns(file, 0):
             raise OSError(ctypes.get_errno(), "setns")
         os.close(file)
+    if order.own_mounts:
+        if _libc.unshare(_MOUNTS) or _libc.mount(b"none", b"/", None, _ALL_PRIVATE, None):
+            raise OSError(ctypes.get_errno(), "unshare")
+        order.own_mounts = False
     if order.namespaces:
         platform._uname_cache = None  # it knows the name of the machine it was first asked on
         order.namespaces = []
