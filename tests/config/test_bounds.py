@@ -48,7 +48,7 @@ LONG_TEXT = f"a: &a {'x' * 100_000}\nmodel: {{args: {{y: [{', '.join(['*a'] * 10
         ("[" * 100_000, f"more than {MOST_LEVELS} levels"),
         ("{a: " * 20_000, f"more than {MOST_LEVELS} levels"),
         ("- " * 2_000 + "1", f"more than {MOST_LEVELS} levels"),
-        ("# \n" * 50_000, f"{MOST_BYTES:,} bytes"),
+        ("# \n" * 50_000, f"{MOST_BYTES:,}"),
         ("seed: " + "9" * 100_000, "a number of 100000 digits"),
         ("seed: 0x" + "f" * 100_000, "a number of 100002 digits"),
         ("optimizer: {lr: 1e999}", "too large for a floating-point number"),

@@ -339,8 +339,6 @@ def _credentials(config: Config) -> Problems:
     if config.data.val is not None:
         found_in_val = references(config.data.val.args, everywhere=False)
         named += [(("data", "val", "args"), found) for found in found_in_val]
-    if config.checkpoint.digest_key is not None:
-        named.append((("checkpoint", "digest_key"), str(config.checkpoint.digest_key)))
     uri = config.track.mlflow.uri if config.track.mlflow else None
     if uri is not None and uri.startswith("env:"):
         named.append((("track", "mlflow", "uri"), uri))
