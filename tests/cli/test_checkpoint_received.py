@@ -135,6 +135,35 @@ def make_run(folder: Path, where: Path) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump({"checkpoint": {"where": str(where)}}))
 
 
+def test_a_folder_is_never_taken_for_a_url(
+    paceline: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsspec would open ``reference::refs.json``, and whatever that names."""
+    (tmp_path / "config.yaml").write_text('checkpoint: {where: "reference::refs.json"}')
+    (tmp_path / "refs.json").write_text('{"version": 1, "refs": {"a": ["http://127.0.0.1:9/x"]}}')
+    monkeypatch.chdir(tmp_path)
+    status, out, err = paceline("checkpoint", "ls", ".")
+    assert status != 0
+    assert "was not looked at" in out + err
+
+
+def test_links_that_lead_out_are_left_alone(paceline: Run, run: Path, tmp_path: Path) -> None:
+    before = sorted(str(p) for p in run.rglob("*"))
+    linked, named = tmp_path / "linked", tmp_path / "named"
+    linked.mkdir()
+    (linked / "checkpoints").symlink_to(run / "checkpoints")
+    named.mkdir()
+    (named / "config.yaml").write_text("checkpoint: {where: link}")
+    (named / "link").symlink_to(run / "checkpoints")
+    for folder in (linked, named):
+        for command in (["ls"], ["verify", "--all"], ["prune", "--keep-last", "1", "--yes"]):
+            status, out, err = paceline("checkpoint", command[0], folder, *command[1:])
+            assert status != 0
+            assert "was not looked at" in out + err
+    assert sorted(str(p) for p in run.rglob("*")) == before
+    assert paceline("checkpoint", "ls", linked, "--follow")[0] == 0
+
+
 def test_on_request_they_are_looked_at(paceline: Run, tmp_path: Path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     make_run(run, elsewhere)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import stat
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -273,3 +274,20 @@ class TestStorage:
             with pytest.raises(CheckpointError) as failed:
                 FsspecStorage("memory://x", options)
             assert PASSWORD not in "".join(traceback.format_exception(failed.value))
+
+
+@pytest.mark.parametrize("piece", ["://x:", "-eyJ", "://", "&key=", "Bearer ", "eyJ.", "://x:@"])
+def test_masking_takes_no_square_of_the_length(piece: str) -> None:
+    """Measured in processor time of a text that a received config may hold."""
+    text = piece * (100_000 // len(piece))
+    begun = time.process_time()
+    masked(text)
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize(
+    "url", ["https://0123456789abcdef01234567@host/x", "https://me:pass@host/x"]
+)
+def test_tokens_in_place_of_a_user_are_masked(url: str) -> None:
+    assert "***@host/x" in masked(url)
+    assert masked("ssh://git@host/repository") == "ssh://git@host/repository"

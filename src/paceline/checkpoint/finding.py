@@ -15,7 +15,7 @@ from paceline.checkpoint.best import Mode
 from paceline.checkpoint.digests import XXH3, Digest, with_key
 from paceline.checkpoint.manifest import NAME
 from paceline.checkpoint.names import is_old, step_of
-from paceline.checkpoint.storage.local import Storage, open_storage
+from paceline.checkpoint.storage.local import Storage, is_url, open_storage
 from paceline.errors import CheckpointError, ConfigError
 from paceline.launch.run_folder import latest_run
 from paceline.untrusted import MOST_CONFIG_BYTES, read_text
@@ -70,6 +70,8 @@ def _locate(text: str, follow: bool) -> Place:
         return elsewhere
     for folder in (path / "checkpoints", path):
         if folder.is_dir() and (folder != path or _holds_checkpoints(os.listdir(folder))):
+            if not follow and not _is_inside(folder, path):
+                raise _not_followed(f"{folder} is a link to", os.path.realpath(folder), None)
             return Place(str(folder))
     if (path / "config.yaml").is_file() or path.name == "checkpoints":
         return Place(str(path))  # a run that has not saved yet
@@ -199,17 +201,25 @@ def _place_in_config(path: Path, follow: bool) -> Place | None:
     if not isinstance(section, dict) or not isinstance(where := section.get("where"), str):
         return None
     options = section.get("storage")
+    says = f"{config} says that the checkpoints of this run are at"
     if is_url(where):
         if not follow:
-            raise _not_followed(path, where, options)
+            raise _not_followed(says, where, options)
         return _locate_url(where.rstrip("/"), options if isinstance(options, dict) else None)
-    there = os.path.abspath(path / where.removeprefix("file://"))  # a relative one is in the run's
-    if not follow and os.path.commonpath([there, path.absolute()]) != str(path.absolute()):
-        raise _not_followed(path, there, None)
-    return Place(str(path / where.removeprefix("file://")))
+    there = path / where.removeprefix("file://")  # a relative one is in the run's folder
+    if not follow and not _is_inside(there, path):
+        raise _not_followed(says, os.path.abspath(there), None)
+    # Absolute where the name of a folder might be taken for a URL.
+    return Place(os.path.abspath(there) if is_url(str(there)) else str(there))
 
 
-def _not_followed(path: Path, where: str, options: Any) -> CheckpointError:
+def _is_inside(place: Path, folder: Path) -> bool:
+    """Whether ``place`` lies in ``folder``, with all links followed."""
+    inner, outer = os.path.realpath(place), os.path.realpath(folder)
+    return os.path.commonpath([inner, outer]) == outer
+
+
+def _not_followed(says: str, where: str, options: Any) -> CheckpointError:
     """A config may be anybody's: it does not make us connect to a place of its choosing."""
     from paceline.config.secret_words import masked  # loads all of the config's schema
 
@@ -222,10 +232,9 @@ def _not_followed(path: Path, where: str, options: Any) -> CheckpointError:
         through = f" (storage {said})"
     place = f"{masked(where)!r}{through}"
     return CheckpointError(
-        f"{path / 'config.yaml'} says that the checkpoints of this run are at {place}. "
-        "That is outside of the run's folder, and was not looked at: a folder that came from "
-        "others could name any place. Where you trust it, go there with --follow (in Python: "
-        "follow=True), or name the place itself."
+        f"{says} {place}. That is outside of the run's folder, and was not looked at: a folder "
+        "that came from others could name any place. Where you trust it, go there with --follow "
+        "(in Python: follow=True), or name the place itself."
     )
 
 
@@ -239,11 +248,6 @@ def read_run_config(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     except ConfigError as error:
         raise CheckpointError(f"{path} cannot be read: {'; '.join(error.problems)}.") from error
-
-
-def is_url(where: str) -> bool:
-    """Whether ``where`` is a URL of anything but this machine's files."""
-    return "://" in where and not where.startswith("file://")
 
 
 def _holds_checkpoints(names: list[str]) -> bool:

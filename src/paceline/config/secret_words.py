@@ -10,23 +10,13 @@ from typing import Any
 MASK = "***"
 
 _SECRET = {
-    *("secret", "secrets", "password", "passwd", "passphrase", "passcode", "pwd", "cookie"),
-    *("credential", "credentials", "authorization", "signature", "apikey", "secretkey"),
+    *("secret", "secrets", "password", "passwords", "passwd", "passphrase", "passcode", "pwd"),
+    *("cookie", "credential", "credentials", "authorization", "signature", "apikey", "secretkey"),
 }
 _KINDS_OF_KEY = {
-    *(
-        "access",
-        "account",
-        "api",
-        "auth",
-        "customer",
-        "digest",
-        "encryption",
-        "hmac",
-        "master",
-        "private",
-    ),
-    *("service", "shared", "signing", "ssh", "storage"),
+    *("access", "account", "api", "auth", "customer", "digest", "encryption", "hmac", "master"),
+    *("private", "service", "shared", "signing", "ssh", "storage"),
+    *("anthropic", "aws", "hf", "openai", "wandb"),
 }
 _KINDS_OF_TOKEN = {
     *("access", "api", "auth", "bearer", "delegation", "github", "hf", "hub", "id", "refresh"),
@@ -44,13 +34,17 @@ _FORMS = re.compile(
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
     r"|\b(?:gh[pousr]_|github_pat_|glpat-|hf_|xox[abprs]-|dapi)[A-Za-z0-9_-]{16,}"
     r"|\bsk-[A-Za-z0-9_-]{20,}|\bAIza[0-9A-Za-z_-]{35}"
-    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
+    r"|\beyJ[\w-]{8,512}\.[\w-]{8,}\.[\w-]*"
     r"|\b(?<=Bearer )[\w.~+/=-]{8,}|\b(?<=Basic )[A-Za-z0-9+/=]{8,}"
     r"|(?<=AccountKey=)[^;\s]+|(?<=SharedAccessKey=)[^;\s]+",
     re.DOTALL,
 )
 # A colon that no port follows: keys of some stores hold slashes, so the host is what follows "@".
-_PASSWORD = re.compile(r"(?<=://)([^\s:/@\[]*:)(?!\d{1,5}(?:[/?#]|\Z))([^\s/'\"]+|[^\s@'\"]+)@")
+# All repeats are bounded: text that others wrote must not take the square of its length.
+_PASSWORD = re.compile(
+    r"(?<=://)([^\s:/@\[]{0,256}:)(?!\d{1,5}(?:[/?#]|\Z))([^\s/'\"]{1,256}|[^\s@'\"]{1,256})@"
+)
+_TOKEN_AS_USER = re.compile(r"(?<=://)[^\s:/@'\"\[]{20,256}@")
 _QUERY = re.compile(r"(?<=[?&;])([A-Za-z0-9_.-]+)=([^&;\s'\"#]+)")
 _REFERENCE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:(?:/(?!/)|~).+", re.DOTALL)
 _IN_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -89,6 +83,7 @@ def masked(text: str) -> str:
     """``text`` with passwords and signatures in URLs, and keys of well-known forms, as ``***``."""
     text = _FORMS.sub(MASK, text)
     text = _PASSWORD.sub(rf"\1{MASK}@", text)
+    text = _TOKEN_AS_USER.sub(f"{MASK}@", text)
     return _QUERY.sub(_masked_parameter, text)
 
 

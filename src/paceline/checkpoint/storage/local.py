@@ -286,11 +286,14 @@ def open_storage(
     return storage
 
 
+def is_url(where: str) -> bool:
+    """Whether ``where`` is a URL, or a chain of them (``a::b``), of anything but local files."""
+    return _URL.match(where) is not None and not where.startswith("file://")
+
+
 def _opened(where: str | os.PathLike[str], options: dict[str, Any] | None) -> Storage:
     text = os.fspath(where)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    elif _URL.match(text):
+    if is_url(text):
         from paceline.checkpoint.storage.remote import FsspecStorage
 
         return FsspecStorage(text, options)
@@ -299,7 +302,7 @@ def _opened(where: str | os.PathLike[str], options: dict[str, Any] | None) -> St
             f"storage options {', '.join(sorted(options))} for {text}: a local folder takes none. "
             "Leave them out, or give a URL such as s3://bucket/folder."
         )
-    return LocalStorage(text)
+    return LocalStorage(text.removeprefix("file://"))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from paceline.checkpoint.storage.local import LocalStorage, Storage, explained
 from paceline.errors import CheckpointError
+from paceline.untrusted import parse_json
 
 NAME = ".lock"
 BEAT_S = 10.0
@@ -144,7 +145,7 @@ def identity(owner: str) -> dict[str, Any]:
 def parse(data: bytes) -> dict[str, Any]:
     """What a lock file says; nothing where it cannot be understood."""
     try:
-        found = json.loads(data)
+        found = parse_json(data)
     except ValueError:
         return {}  # read while it was being written
     return found if isinstance(found, dict) else {}

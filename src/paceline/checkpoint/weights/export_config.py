@@ -104,7 +104,9 @@ def _pretrained(name: str, args: dict[str, Any], target: str, follow: bool) -> d
         others = {k: v for k, v in others.items() if k in _HARMLESS}
         others["local_files_only"] = True
     try:
-        found: dict[str, Any] = AutoConfig.from_pretrained(name, **others).to_dict()
+        found: dict[str, Any] = AutoConfig.from_pretrained(
+            name, trust_remote_code=False, **others
+        ).to_dict()
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the config of {name!r}, the run's model, cannot be loaded"
