@@ -14,7 +14,7 @@ from paceline.diagnose.hangs.flight import switch_on
 from paceline.launch.environment import FLIGHT_RECORDER
 
 PROGRAM = """
-    import json, dataclasses, os
+    import json, dataclasses, os, time
     from paceline.diagnose.hangs import flight
     flight.switch_on()
     import torch, torch.distributed as dist
@@ -31,6 +31,9 @@ PROGRAM = """
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.broadcast(torch.ones(7), 0)
+    deadline = time.monotonic() + 20  # Gloo's thread notes an end a moment after the call returns
+    while any(p.done < p.begun for p in flight.places()) and time.monotonic() < deadline:
+        time.sleep(0.01)
     print(json.dumps({
         "places": [dataclasses.asdict(p) for p in flight.places()],
         "calls": [dataclasses.asdict(c) for c in flight.calls()],

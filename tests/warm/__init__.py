@@ -7,7 +7,8 @@ process is what a cold one is: a child with pipes, session, folder, environment,
 namespaces as asked for, in ``/proc`` as well. It has a server of its own for what it starts in
 turn, so that the ranks of a launcher are warm, too.
 
-Commands with other options of Python, and tests marked ``cold``, start as ever: the latter is for
+What a program sets in its environment before it imports torch comes too late in a warm start: set
+``OMP_NUM_THREADS`` for it from outside. Commands with other options of Python, and tests marked ``cold``, start as ever: the latter is for
 those that look at the start itself.
 """
 
