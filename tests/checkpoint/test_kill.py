@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TRIALS = 8
 
 
+# Its ranks are forked: a process that was itself forked from a warm one has threads by then.
+@pytest.mark.cold
 def test_a_run_killed_while_saving_leaves_a_state_and_a_folder_for_the_next(tmp_path: Path) -> None:
     written = tmp_path / "kill.json"
     done = subprocess.run(

@@ -90,7 +90,8 @@ def train(
         (
             ["--zebra"],
             [
-                "--zebra: no such option; there are --script, --nproc, --nnodes, --rdzv, --layout, "
+                "--zebra: no such option; there are --script, --nproc, --nnodes, --rdzv, "
+                "--secret-file, --layout, "
                 "--on, --set, --resume, --run-dir, --max-restarts. Any value of the config is set "
                 "by --set key=value"
             ],

@@ -236,6 +236,16 @@ TRAINER: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: paceline.Checkpointing(at_end="no"),  # type: ignore[arg-type]
         "Checkpointing: at_end='no' must be True or False.",
     ),
+    "best: direction unknown": (
+        lambda: paceline.Checkpointing(best="accuracy"),
+        "Checkpointing(best=): is a larger 'accuracy' better, or a smaller one? Pass mode='max' or "
+        "mode='min'.",
+    ),
+    "early stopping: direction unknown": (
+        lambda: paceline.EarlyStopping("accuracy"),
+        "EarlyStopping: is a larger 'accuracy' better, or a smaller one? Pass mode='max' or "
+        "mode='min'.",
+    ),
     "where: number": (
         lambda: paceline.Checkpointing(where=5),  # type: ignore[arg-type]
         "Checkpointing: where=5 must be a folder or a URL.",

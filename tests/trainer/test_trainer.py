@@ -235,7 +235,7 @@ def test_early_stopping_ends_all_ranks_at_the_same_step(ranks: Any) -> None:
         values = itertools.chain([1.0, 0.5], itertools.repeat(0.7))
         run = trainer(
             metrics={"made_up": paceline.WholeSet(lambda out, t: next(values))},
-            callbacks=[paceline.EarlyStopping("made_up", patience=2)],
+            callbacks=[paceline.EarlyStopping("made_up", patience=2, mode="min")],
             evaluation=paceline.Evaluation(every=2),
         )
         history = run.fit(dataset(), dataset(), steps=100)
@@ -405,7 +405,7 @@ WRONG = {
         "metric 'm' returned Tensor, not one number. Return the mean over the batch's samples, or "
         "a pair (sum, count)."),
     "best": (
-        lambda: trainer(Path("never"), checkpoint=paceline.Checkpointing(best="f1")).fit(
+        lambda: trainer(Path("never"), checkpoint=paceline.Checkpointing(best="f1", mode="max")).fit(
             dataset(), dataset(), steps=1),
         TrainingError, "Checkpointing(best=) watches the metric 'f1', but the evaluation gave loss."),
     "best without validation": (
@@ -505,7 +505,7 @@ def test_early_stopping_and_resuming_from_nothing_are_told(tmp_path: Path) -> No
     run = trainer(
         tmp_path,
         metrics={"flat": lambda out, t: 0.25},
-        callbacks=[paceline.EarlyStopping("flat", patience=2)],
+        callbacks=[paceline.EarlyStopping("flat", patience=2, mode="min")],
         evaluation=paceline.Evaluation(every=1),
     )
     run.fit(dataset(), dataset(), steps=9, resume=True)
@@ -526,4 +526,6 @@ def test_misspelt_arguments_and_metrics_are_named_at_once() -> None:
         TrainingError,
         match="EarlyStopping watches the metric 'acuracy', but the evaluation gave loss",
     ):
-        trainer(callbacks=[paceline.EarlyStopping("acuracy")]).fit(dataset(), dataset(), steps=1)
+        trainer(callbacks=[paceline.EarlyStopping("acuracy", mode="max")]).fit(
+            dataset(), dataset(), steps=1
+        )

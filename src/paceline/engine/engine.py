@@ -554,7 +554,8 @@ class Engine:
         self._same_batches.check(batch)
         if self._spread is None:
             self._spread_out(batch)
-        return self._passes.evaluate(batch)
+        with torch.no_grad():
+            return self._passes.evaluate(batch)
 
     def measuring_memory(self) -> contextlib.AbstractContextManager[None]:
         """Measure the steps inside it for :meth:`memory`; on a CPU such a step is a slow one."""

@@ -84,7 +84,8 @@ class Layout:
             if world_size % rest:
                 raise LayoutError(
                     f"layout {text!r}: tp × pp × cp = {rest} must divide the world size "
-                    f"{world_size}, so that dp can fill the rest."
+                    f"{world_size}, so that dp can fill the rest. Start {rest} ranks, or a "
+                    f"multiple of that (--nproc {rest}; in Python fit(nproc={rest}))."
                 )
             degrees["dp"] = world_size // rest
         return cls(**degrees)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.errors import CheckpointError, TrainingError
 from paceline.events import Note
@@ -73,20 +73,26 @@ _EARLY_STOPPING: dict[str, Fits] = {
 class EarlyStopping(Callback):
     """Stops a run whose ``metric`` has not improved for ``patience`` evaluations.
 
-    A change of ``min_delta`` or less is no improvement; ``mode`` says which way is up. A run that
+    A change of ``min_delta`` or less is no improvement; ``mode`` says which way is up
+    (``min`` or ``max``; a loss needs none). A run that
     it has stopped stays stopped when it is resumed, unless ``patience`` or the run's length
     (``epochs``, ``steps``) is raised; a longer run has all of its patience again.
     """
 
     def __init__(
-        self, metric: str = "loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0
+        self,
+        metric: str = "loss",
+        *,
+        patience: int = 3,
+        mode: Literal["min", "max"] | None = None,
+        min_delta: float = 0.0,
     ) -> None:
         if patience < 1:
             raise TrainingError(f"EarlyStopping: patience={patience} must be 1 or more.")
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta
-        self._sign = sign_of(mode)
+        self._sign = sign_of(direction(metric, mode, "EarlyStopping"))
         self.best = math.inf
         self.waited = 0
         self._stopped_length: tuple[int | None, int | None] | None = None
@@ -183,6 +189,19 @@ def is_longer(length: tuple[int | None, int | None], before: tuple[int | None, i
     if any((new is None) != (old is None) for new, old in pairs):
         return True
     return any(new > old for new, old in pairs if new is not None and old is not None)
+
+
+def direction(
+    metric: str | None, mode: Literal["min", "max"] | None, who: str
+) -> Literal["min", "max"]:
+    """``mode``; without one a loss is to be small, and of other metrics nobody can know."""
+    if mode is not None:
+        return mode
+    if metric is None or metric.endswith("loss"):
+        return "min"
+    raise TrainingError(
+        f"{who}: is a larger {metric!r} better, or a smaller one? Pass mode='max' or mode='min'."
+    )
 
 
 def sign_of(mode: str) -> int:

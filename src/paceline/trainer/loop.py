@@ -323,7 +323,7 @@ class Loop:
         options = self.trainer.checkpoint
         if options.best is None or self.checkpoints is None:
             return
-        value = sign_of(options.mode) * value_of(metrics, options.best, "Checkpointing(best=)")
+        value = sign_of(options.direction) * value_of(metrics, options.best, "Checkpointing(best=)")
         if not math.isfinite(value) or len(self.best) == options.keep_best <= sum(
             known <= value for known in self.best
         ):

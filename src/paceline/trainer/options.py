@@ -10,7 +10,7 @@ from typing import Any, Literal
 from paceline.checkpoint.digests import NAMES, check_reference
 from paceline.engine.arguments import check_switches
 from paceline.errors import TrainingError
-from paceline.trainer.callbacks import sign_of
+from paceline.trainer.callbacks import direction, sign_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Checkpointing:
         at_end: save when the run ends. An interrupted run always saves.
         keep: how many of the newest stay.
         best: keep the best by this validation metric, too.
-        mode: whether a smaller (``min``) or a larger (``max``) value of it is better.
+        mode: whether a smaller (``min``) or a larger (``max``) value of it is better; to be said
+            of every metric but a loss.
         keep_best: how many of the best stay.
         keep_every: those whose step is a multiple of it stay for good.
         asynchronous: write while training goes on; the run stands still for a copy to memory only.
@@ -95,7 +96,7 @@ class Checkpointing:
     every: int | None = None
     keep: int = 2
     best: str | None = None
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
     at_end: bool = True
     every_minutes: float | None = None
     every_epoch: bool = False
@@ -119,7 +120,9 @@ class Checkpointing:
             every_epoch=self.every_epoch,
             asynchronous=self.asynchronous,
         )
-        sign_of(self.mode)
+        if not isinstance(self.best, str | None):
+            raise TrainingError(f"Checkpointing: best={self.best!r} must be the name of a metric.")
+        sign_of(self.direction)
         for name in ("where", "start_from"):
             place = getattr(self, name)
             if place is not None and (not isinstance(place, str | os.PathLike) or not str(place)):
@@ -148,6 +151,11 @@ class Checkpointing:
                 raise TrainingError(
                     f"Checkpointing: digest={self.digest!r} takes no digest_key; 'blake2b' does."
                 )
+
+    @property
+    def direction(self) -> Literal["min", "max"]:
+        """Which way the metric ``best`` is to go: ``mode``, or that of a loss."""
+        return direction(self.best, self.mode, "Checkpointing(best=)")
 
 
 def _is_number(value: Any) -> bool:

@@ -123,7 +123,7 @@ class Checkpoints:
             Keep(
                 last=options.keep,
                 best=best,
-                mode=options.mode,
+                mode=options.direction,
                 metric=options.best,
                 every=options.keep_every,
             ),
@@ -263,7 +263,7 @@ class Checkpoints:
             "world_size": self._world.size,
             "reason": reason,
             "metrics": dict(metrics),
-            **best_info(self.options.best, self.options.mode),
+            **best_info(self.options.best, self.options.direction),
             "paceline": __version__,
             "torch": torch.__version__,
         }
