@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from node_cases import wait_for
@@ -19,6 +20,7 @@ from paceline.launch.stores import Line, ServedStore
 from paceline.launch.tunnel import Tunnel
 
 NOBODY = 65534
+FIN_WAIT_2 = "05"
 KEY = b"k" * 32
 STRANGER = f"""
 import os, socket, sys
@@ -82,6 +84,15 @@ def own_addresses() -> list[str]:
         probe.connect(("192.0.2.1", 9))
         found.append(str(probe.getsockname()[0]))
     return found
+
+
+def state_of(port: int) -> str:
+    """The state of the socket that has ``port``, by the kernel's table."""
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[1].partition(":")[2], 16) == port:
+            return fields[3]
+    return ""
 
 
 @pytest.fixture
@@ -171,6 +182,10 @@ def test_a_socket_that_another_user_has_closed_is_not_taken_for_one_of_root() ->
         accepted, _ = server.accept()
         with accepted:
             assert accepted.recv(10) == b"hello"
+            assert not peer_is_us(accepted)
+            # When the closing has been acknowledged, all the kernel still shows is user 0.
+            port = accepted.getpeername()[1]
+            wait_for(lambda: state_of(port) == FIN_WAIT_2 or None, "the end of its socket", 5)
             assert not peer_is_us(accepted)
 
 
