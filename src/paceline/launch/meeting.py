@@ -296,9 +296,7 @@ class Meeting(Rounds):
             self._tethers = Tethers(listen(address, 0), size, self._hooks.notice)
             port = self._tethers.port
         else:
-            inside, same = tunnel.private_listener()
-            self._tethers = Tethers(inside, size, self._hooks.notice)
-            tunnel.lock(same)
+            self._tethers = Tethers(tunnel.locked_listener(), size, self._hooks.notice)
             self._tether_gate = tunnel.expose(listen(address, 0), self._tethers.port)
             port = self._tether_gate.port
         return Terms(self._server.port, port, run, uuid.uuid4().hex)

@@ -29,7 +29,12 @@ from typing import Any
 
 from paceline.launch.endurance import Endurance, to_stderr
 from paceline.launch.listening import listen
-from paceline.launch.loopback import connect_with_key, peer_is_us, require_key
+from paceline.launch.loopback import (
+    connect_with_key,
+    others_connected,
+    peer_is_us,
+    require_key,
+)
 from paceline.launch.secret import RunSecret, keys_of, store_key
 
 HANDSHAKE_SECONDS = 5.0
@@ -60,6 +65,7 @@ class Tunnel:
     def __init__(self, secret: RunSecret, notice: Callable[[str], None] = to_stderr) -> None:
         self.secret = secret
         self._keys, self._store_key = keys_of(secret), store_key(secret)
+        self._notice, self._told_open = notice, False
         self._endurance = Endurance("the tunnel between the machines", notice)
         self._loop = asyncio.new_event_loop()
         # Never more than a gate allows to one machine, which may have many ranks.
@@ -73,19 +79,53 @@ class Tunnel:
     # The server's end.
 
     def private_listener(self) -> tuple[socket.socket, socket.socket]:
-        """A listener on loopback for a server of this process, and the same one to lock it by."""
+        """A listener on loopback for a server of this process, and the same one to lock it by.
+
+        For a server that has to connect to itself first, as torch's store does. For any other there
+        is :meth:`locked_listener`.
+        """
         listener = listen(_LOOPBACK, 0)
         return listener, listener.dup()
 
     def lock(self, listener: socket.socket) -> None:
-        """From now on only our own gates get through to it; for connections that are to come."""
-        require_key(listener, self._store_key)
-        listener.close()
+        """From now on only our own gates get through to it; for connections that are to come.
+
+        Raises ``PermissionError`` where another user has come before, and is there still.
+        """
+        with listener:
+            self._require_key(listener)
+            if others_connected(listener):
+                raise PermissionError(
+                    "another user of this machine connected to port "
+                    f"{listener.getsockname()[1]} of loopback before it was locked: start again"
+                )
+
+    def locked_listener(self) -> socket.socket:
+        """A listener on loopback that only our own gates ever get through to."""
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.bind((_LOOPBACK, 0))
+            self._require_key(listener)
+            listener.listen(socket.SOMAXCONN)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _require_key(self, listener: socket.socket) -> None:
+        """Lock it as far as the kernel can; the user is told once what stays open."""
+        still_open = require_key(listener, self._store_key)
+        if still_open is not None and not self._told_open:
+            self._told_open = True
+            self._notice(
+                f"{still_open} as another user of this machine reaches the stores of this run, "
+                "secret or not: do not share the machine with users you do not trust"
+            )
 
     def expose(self, listener: socket.socket, port: int) -> Gate:
         """Let those with the secret who come to ``listener`` through to ``port`` of loopback.
 
-        That of a private listener, which must have been locked.
+        That of a private listener, which must have been locked, or of a locked one.
         """
 
         async def enter(connection: socket.socket) -> _End:
@@ -107,7 +147,7 @@ class Tunnel:
                 async def enter(connection: socket.socket) -> _End:
                     ours = await self._loop.run_in_executor(None, peer_is_us, connection)
                     if not ours:
-                        raise PermissionError("another user of this machine knocked")
+                        raise PermissionError("of another user of this machine, or closed already")
                     _, inner = await self._loop.connect_accepted_socket(_End, connection)
                     await self._connect_outside(inner, host, port)
                     return inner
