@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from paceline.record_fields import FINITE, MOMENT, NOT_EMPTY, POSITIVE, read_fields
-from paceline.untrusted import MIB, open_file, parse_json, read_lines
+from paceline.untrusted import MIB, open_file, open_to_append, parse_json, read_lines
 
 FILE_NAME = "events.jsonl"
 MOST_BYTES = 2048 * MIB
@@ -422,7 +422,7 @@ class EventLog:
     def _open(self) -> io.FileIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Readable, too: see _append.
-        return open(self.path, "ab+", buffering=0)
+        return io.FileIO(open_to_append(self.path), "ab+")
 
     def _append(self, data: bytes) -> None:
         found = os.fstat(self._file.fileno())

@@ -1,12 +1,15 @@
-"""Reading and showing what others wrote: the files of a run, text from other machines.
+"""Reading, adding to and showing what others wrote: the files of a run, text from other machines.
 
 A run folder, a checkpoint or a message may come from anybody. So files are opened only where they
 are regular ones (opening a FIFO would wait forever), no more is read than such a file can hold,
-JSON is parsed with its traps refused, and what is shown on a terminal is printable.
+JSON is parsed with its traps refused, nothing is written to where a link leads, and what is shown
+on a terminal is printable.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import stat
@@ -53,10 +56,7 @@ def open_descriptor(path: str | os.PathLike[str], most: int | None = None) -> in
     # A FIFO is opened at once, too, and then seen to be one; regular files do not mind the flag.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
-        kind = stat.S_IFMT(found.st_mode)
-        if kind != stat.S_IFREG:
-            raise NotReadable(f"it is {_KINDS.get(kind, 'something else')}, not a file", path)
+        found = _regular(descriptor, path)
         if most is not None and found.st_size > most:
             raise NotReadable(
                 f"it has {found.st_size:,} bytes; a file of this kind has at most {most:,} bytes",
@@ -66,6 +66,48 @@ def open_descriptor(path: str | os.PathLike[str], most: int | None = None) -> in
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _regular(descriptor: int, path: str | os.PathLike[str]) -> os.stat_result:
+    """What the system knows of a regular file; anything else is refused."""
+    found = os.fstat(descriptor)
+    kind = stat.S_IFMT(found.st_mode)
+    if kind != stat.S_IFREG:
+        raise NotReadable(f"it is {_KINDS.get(kind, 'something else')}, not a file", path)
+    return found
+
+
+def open_to_append(path: str | os.PathLike[str], mode: int = 0o666) -> int:
+    """A descriptor for reading ``path`` and for adding to it; the file is made where it is missing.
+
+    Raises :class:`NotReadable` for a link, so that nothing is written to where it leads, and for
+    anything else but a regular file.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise NotReadable("it is a link, not a file", path) from None
+        raise
+    try:
+        _regular(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def write_private(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file that is the owner's alone, in place of whatever had that name before.
+
+    The file is always a new one: a link of that name is replaced, never followed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+        file.write(data)
 
 
 def open_file(path: str | os.PathLike[str], most: int | None = None) -> BinaryIO:

@@ -15,6 +15,7 @@ from paceline.cli.train_nodes import Nodes
 from paceline.config import load
 from paceline.errors import PacelineError, RankFailed
 from paceline.events import RunFinished, RunStarted, StepDone
+from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder, open_run
 from paceline.trainer import run as trainer_run
 from paceline.world import World
@@ -189,18 +190,19 @@ def test_all_ranks_must_have_accepted(
 def test_machines_that_meet_leave_the_settings_of_a_run_that_goes_on(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.save_config("old")
-    for resume, wanted in ((str(tmp_path), "old"), (None, "new")):
+    choices = RunChoice(resume=str(tmp_path)), RunChoice(root=tmp_path / "runs")
+    for choice, wanted in zip(choices, ("old", "new"), strict=True):
         with contextlib.ExitStack() as stack:
             nodes = Nodes(
-                lambda: run,
-                resume=resume,
+                choice,
                 config_text="new",
                 checkpoint_where=None,
                 stack=stack,
             )
             nodes.is_over = lambda: True
             nodes.make()
-            assert run.config.read_text() == wanted
+            assert nodes.run is not None
+            assert nodes.run.config.read_text() == wanted
 
 
 def test_a_trainers_run_names_the_way_to_go_on(train: Train, tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_a_disk_that_takes_nothing(
         raise OSError(28, "No space left on device", str(self))
 
     with monkeypatch.context() as patch:
-        patch.setattr("paceline.launch.run_folder.Path.write_text", full)
+        patch.setattr("paceline.launch.run_folder.write_private", full)
         status, said = train("c.yaml", "--run-dir", "r")
     assert status == 1
     assert "'r/config.yaml' cannot be written: No space left on device." in said

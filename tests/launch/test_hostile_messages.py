@@ -34,6 +34,7 @@ from paceline.launch.members import Member, Run
 from paceline.launch.messages import MOST_BYTES, BadMessage, decode, decode_number, encode
 from paceline.launch.news import LogPiece, LogTail, Mailbox, Told
 from paceline.launch.overseer import Started
+from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder
 from paceline.launch.stores import Line, serve
 from paceline.launch.tether import Tether, Tethers
@@ -86,9 +87,8 @@ def leave(line: Any, text: bytes | str) -> None:
 def test_no_message_names_a_file(tmp_path: Path, name: Any) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    nodes = Nodes(
-        lambda: RunFolder(run), resume=None, config_text="", checkpoint_where=None, stack=None
-    )  # type: ignore[arg-type]
+    stack: Any = None
+    nodes = Nodes(RunChoice(), config_text="", checkpoint_where=None, stack=stack)
     nodes.run = RunFolder(run)
     said: list[str] = []
     main = Mailbox(lambda _: None, nodes.keep_log, said.append)

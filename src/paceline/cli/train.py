@@ -13,12 +13,12 @@ from paceline.cli.console import say
 from paceline.cli.options import Overrides, SecretFile, Spread, file_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from paceline.cli.train_nodes import Joined
     from paceline.config import Config
     from paceline.diagnose.hangs.oversee import HangOverseer
+    from paceline.launch.run_choice import RunChoice
     from paceline.launch.run_folder import RunFolder
     from paceline.track import Tracker
 
@@ -248,7 +248,7 @@ def _run_script(request: _Request) -> None:
     from paceline.diagnose.hangs.oversee import HangOverseer
     from paceline.launch.local import LocalJob, launch
     from paceline.launch.policy import Limits
-    from paceline.launch.run_folder import new_run, new_run_at
+    from paceline.launch.run_choice import RunChoice
 
     assert request.script is not None
     script = Path(request.script)
@@ -256,19 +256,14 @@ def _run_script(request: _Request) -> None:
     config = resolve(request.load(None, checked=False))
     request.check_nodes(config)
     assert isinstance(config.launch.nproc, int)
-
-    def make_folder() -> RunFolder:
-        if request.run_dir is not None:
-            return new_run_at(request.run_dir)
-        return new_run("runs", script.stem)
-
+    choice = RunChoice(run_dir=request.run_dir, name=script.stem)
     command = ["script", str(script), *request.script_arguments]
     with contextlib.ExitStack() as stack:
         joined = None
         if config.launch.rdzv is not None:
-            joined = _meet(config, request, make_folder, stack, script=" ".join(command))
+            joined = _meet(config, choice, stack, script=" ".join(command))
             say(joined.where(), error=True)
-        run = make_folder() if joined is None else joined.run
+        run = choice.make() if joined is None else joined.run
         # A script may not be made to run twice: its restarts, unlike a config's, must be asked for.
         restarts = config.launch.max_restarts if request.asks_for("launch.max_restarts") else 0
         job = LocalJob(
@@ -296,7 +291,8 @@ def _run_config(request: _Request) -> None:
     from paceline.cli.train_report import is_finished, say_done
     from paceline.config import code_notes, dump, load, resolve, summary, with_code
     from paceline.errors import ConfigError
-    from paceline.launch.run_folder import new_run, new_run_at, open_run
+    from paceline.launch.run_choice import RunChoice
+    from paceline.launch.run_folder import open_run
 
     if request.resume is not None:
         source = None
@@ -311,14 +307,7 @@ def _run_config(request: _Request) -> None:
         with contextlib.suppress(ConfigError):  # said, with all other problems, by request.load
             request.adjust_ranks_of(load(source))
         config = resolve(request.load(source))
-
-    def make_folder() -> RunFolder:
-        if request.resume is not None:
-            return open_run(request.resume)
-        if request.run_dir is not None:
-            return new_run_at(request.run_dir)
-        return new_run(config.track.run_dir, config.name)
-
+    choice = RunChoice(request.resume, request.run_dir, config.track.run_dir, config.name)
     with contextlib.ExitStack() as stack:
         joined = None
         say(summary(config))
@@ -326,17 +315,18 @@ def _run_config(request: _Request) -> None:
             say(note)
         config = with_code(config)
         if config.launch.rdzv is not None:
-            joined = _meet(config, request, make_folder, stack)
+            joined = _meet(config, choice, stack)
             run = joined.run
             say(joined.where())
         else:
-            run = make_folder()
+            run = choice.make()
             stack.enter_context(run.in_use())
             if request.resume is None:
                 run.save_config(dump(config))
         say(f"run folder: {run}")
         settings = None if request.resume is None else _new_settings(config, run, stack)
-        _launch(config, run, joined, settings, resume=request.resume is not None)
+        own = None if joined is None else _own_config(config, stack)
+        _launch(config, run, joined, settings, own, resume=request.resume is not None)
         if joined is not None and not joined.is_main:
             say(f"done; the run is shown on node 0 ({joined.meeting.nodes[0]})")
             return
@@ -345,8 +335,7 @@ def _run_config(request: _Request) -> None:
 
 def _meet(
     config: Config,
-    request: _Request,
-    make_folder: Callable[[], RunFolder],
+    choice: RunChoice,
     stack: contextlib.ExitStack,
     script: str | None = None,
 ) -> Joined:
@@ -357,8 +346,7 @@ def _meet(
 
     is_script = script is not None
     nodes = Nodes(
-        make_folder,
-        resume=request.resume,
+        choice,
         config_text=None if is_script else dump(config),
         checkpoint_where=config.checkpoint.where,
         stack=stack,
@@ -374,18 +362,26 @@ def _new_settings(config: Config, run: RunFolder, stack: contextlib.ExitStack) -
     Its ranks put them there when all of them have accepted them: a resume that is refused, or
     killed before, leaves the run as it was.
     """
+    from paceline.config import dump
+
+    return None if run.has_config(dump(config)) else _own_config(config, stack)
+
+
+def _own_config(config: Config, stack: contextlib.ExitStack) -> Path:
+    """The config in a folder that is this launcher's alone.
+
+    Ranks of several machines get theirs from the launcher that starts them: a config is code, and
+    the run's folder may be one that another machine made.
+    """
     import tempfile
     from pathlib import Path
 
     from paceline.config import dump
 
-    text = dump(config)
-    if run.has_config(text):
-        return None
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-settings-"))
-    settings = Path(folder) / run.config.name
-    settings.write_text(text, encoding="utf-8")
-    return settings
+    file = Path(folder) / "config.yaml"
+    file.write_text(dump(config), encoding="utf-8")
+    return file
 
 
 def _launch(
@@ -393,6 +389,7 @@ def _launch(
     run: RunFolder,
     joined: Joined | None = None,
     settings: Path | None = None,
+    own_config: Path | None = None,
     *,
     resume: bool,
 ) -> None:
@@ -418,6 +415,7 @@ def _launch(
         arguments += [] if joined.shared else ["--own-folder"]
     arguments += ["--resume"] if resume else []
     arguments += [] if settings is None else ["--settings", str(settings)]
+    arguments += [] if own_config is None else ["--config", str(own_config)]
     arguments += ["--code", *code_folders(config)]
     job = LocalJob(
         command=["-m", "paceline.trainer.run", str(run), *arguments],

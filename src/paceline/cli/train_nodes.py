@@ -16,9 +16,10 @@ from paceline.config.fields import node_range
 from paceline.config.secret_words import shown
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import Event, EventLog
+from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder, has_mark
 from paceline.launch.secret import find_secret, open_to_strangers
-from paceline.untrusted import printable
+from paceline.untrusted import open_to_append, printable
 from paceline.version import __version__
 
 if TYPE_CHECKING:
@@ -74,15 +75,13 @@ class Nodes:
 
     def __init__(
         self,
-        make_folder: Callable[[], RunFolder],
+        choice: RunChoice,
         *,
-        resume: str | None,
         config_text: str | None,
         checkpoint_where: str | None,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._make_folder, self._stack = make_folder, stack
-        self._resume = resume
+        self._choice, self._stack = choice, stack
         self._config_text = config_text
         self._checkpoint_where = checkpoint_where
         self._log: EventLog | None = None
@@ -94,24 +93,28 @@ class Nodes:
         """The run's folder, made here; all machines get to know it."""
         from paceline.launch.members import Run
 
-        run = RunFolder(Path(os.path.abspath(self._make_folder().path)))
+        run = RunFolder(Path(os.path.abspath(self._choice.make().path)))
         identity = uuid.uuid4().hex
         places = self._checkpoint_places(run)
         self._hold(run, identity)
         run.mark(identity, places)
         self._stack.callback(self._unmark, run, identity, places)
         self._save_config(run)
-        return Run(str(run.path), identity, tuple(places), self._resume is not None)
+        return Run(str(run.path), identity, tuple(places), self._choice.resume is not None)
 
     def take(self, run: Run) -> None:
-        """Take part in a run that another machine made, in its folder or in one like it."""
-        folder = RunFolder(Path(run.path))
-        if self._resume is not None and os.path.abspath(self._resume) != run.path:
+        """Take part in a run that another machine made, in its folder or in one like it.
+
+        Nothing is written to a folder that this launcher was not asked to use.
+        """
+        folder = self._choice.take(run.path)
+        places = self._checkpoint_places(folder)
+        if places != list(run.places):
             raise ConfigError(
-                f"--resume {self._resume}: the machines that meet here work on {run.path}. Start "
-                "all of them with the same command."
+                f"the machines that meet here write checkpoints to {_listed(run.places)}, but this "
+                f"one was asked for {_listed(places)}. Start all of them with the same command."
             )
-        for place in run.places:
+        for place in places:
             if not has_mark(place, run.identity):
                 raise ConfigError(_unseen(place))
         self.shared = has_mark(run.path, run.identity)
@@ -125,7 +128,7 @@ class Nodes:
                     "--run-dir or track.run_dir."
                 ) from error
         self._hold(folder, run.identity)
-        self._stack.callback(self._unmark, folder, run.identity, run.places)
+        self._stack.callback(self._unmark, folder, run.identity, places)
         if not self.shared:
             self._save_config(folder)
 
@@ -144,7 +147,7 @@ class Nodes:
         assert self.run is not None
         path = name.path(self.run.logs, host)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as file:
+        with os.fdopen(open_to_append(path), "ab") as file:
             file.write(data)
 
     def _hold(self, run: RunFolder, identity: str) -> None:
@@ -158,7 +161,7 @@ class Nodes:
 
     def _save_config(self, run: RunFolder) -> None:
         """Of a new run. One that goes on has settings, which stay until its ranks take new ones."""
-        if self._config_text is not None and self._resume is None:
+        if self._config_text is not None and self._choice.resume is None:
             run.save_config(self._config_text)
 
     def _checkpoint_places(self, run: RunFolder) -> list[str]:
@@ -244,6 +247,10 @@ def places_for(config: Config) -> Callable[[int], int]:
         return fitted.world_size
 
     return places
+
+
+def _listed(places: Sequence[str]) -> str:
+    return ", ".join(map(repr, places)) or "no folder"
 
 
 def _unseen(place: str) -> str:

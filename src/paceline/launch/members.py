@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,10 +11,16 @@ from paceline.errors import LaunchError
 from paceline.launch.listening import is_loopback
 from paceline.launch.messages import decode, encode
 
+_IDENTITY = re.compile(r"[0-9a-z]{1,64}")
+
 
 @dataclass(frozen=True)
 class Run:
     """The run that launchers work on: its folder, and what tells it from every other run.
+
+    ``identity`` becomes part of a file's name, so that it has letters and digits alone. ``path``
+    and ``places`` are what the launcher says that made the run: others compare them with the
+    folders that they were asked for themselves, and never write to another.
 
     ``places`` are folders in which every machine must find the run's mark, because all of them
     write checkpoints there. ``resume``: it goes on from what is there.
@@ -23,6 +30,10 @@ class Run:
     identity: str
     places: tuple[str, ...] = ()
     resume: bool = False
+
+    def __post_init__(self) -> None:
+        if not _IDENTITY.fullmatch(self.identity):
+            raise ValueError(f"no identity of a run: {self.identity[:80]!r}")
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,19 @@ from typing import TextIO
 
 from paceline import events
 from paceline.errors import ConfigError, LaunchError
+from paceline.untrusted import (
+    MOST_CONFIG_BYTES,
+    NotReadable,
+    open_file,
+    open_to_append,
+    read_bytes,
+    write_private,
+)
 
 _MARK = ".seen-"
 _MARK_SECONDS = 2.0
 _LOCK_SECONDS = 2.0
+_LONGEST_HOLDER = 200
 
 
 @dataclass(frozen=True)
@@ -65,8 +74,8 @@ class RunFolder:
     def has_config(self, text: str) -> bool:
         """Whether ``text`` is the config that the run has now."""
         try:
-            return self.config.read_text(encoding="utf-8") == text
-        except (OSError, UnicodeDecodeError):
+            return read_bytes(self.config, MOST_CONFIG_BYTES) == text.encode()
+        except OSError:
             return False
 
     def save_config(self, text: str) -> None:
@@ -79,8 +88,9 @@ class RunFolder:
         try:
             if self.has_config(text):
                 return
-            earlier = self.config.read_text(encoding="utf-8") if self.config.exists() else None
-            _write_private(part, text)
+            exists = self.config.exists()
+            earlier = read_bytes(self.config, MOST_CONFIG_BYTES) if exists else None
+            write_private(part, text.encode())
             if earlier is not None:
                 self._keep_earlier(earlier)
             part.replace(self.config)
@@ -89,14 +99,15 @@ class RunFolder:
                 part.unlink(missing_ok=True)
             raise _cannot_write(self.config, error) from error
 
-    def _keep_earlier(self, text: str) -> None:
+    def _keep_earlier(self, data: bytes) -> None:
         number = 1
         while (kept := self.path / f"config-{number}.yaml").exists():
-            if kept.read_text(encoding="utf-8") == text:
-                return  # by a launcher that died before it had written the new one
+            with contextlib.suppress(NotReadable):  # no config of ours: the number is taken
+                if read_bytes(kept, MOST_CONFIG_BYTES) == data:
+                    return  # by a launcher that died before it had written the new one
             number += 1
         try:
-            _write_private(kept, text)
+            write_private(kept, data)
         except OSError:
             kept.unlink(missing_ok=True)
             raise
@@ -109,10 +120,10 @@ class RunFolder:
         ends with the process, however that ends.
         """
         try:
-            lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (see with)
+            descriptor = open_to_append(self.path / ".lock")
         except OSError as error:
             raise _cannot_write(self.path / ".lock", error) from error
-        with lock as file:
+        with os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace") as file:
             try:
                 holder = _hold(file, identity)
             except OSError as error:
@@ -139,7 +150,7 @@ class RunFolder:
                 folder.mkdir(parents=True, exist_ok=True)
                 for earlier in folder.glob(f"{_MARK}*"):
                     earlier.unlink(missing_ok=True)
-                (folder / f"{_MARK}{identity}").touch()
+                _mark_in(folder, identity).touch()
             except OSError as error:
                 raise _cannot_make(folder, error.strerror or str(error)) from error
 
@@ -147,7 +158,7 @@ class RunFolder:
         """Take the marks away again."""
         for folder in (self.path, *map(Path, places)):
             with contextlib.suppress(OSError):
-                (folder / f"{_MARK}{identity}").unlink(missing_ok=True)
+                _mark_in(folder, identity).unlink(missing_ok=True)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -160,11 +171,18 @@ def has_mark(folder: str | os.PathLike[str], identity: str) -> bool:
     """
     deadline = time.monotonic() + _MARK_SECONDS
     while True:
-        with contextlib.suppress(OSError), open(Path(folder) / f"{_MARK}{identity}", "rb"):
+        with contextlib.suppress(OSError), open_file(_mark_in(folder, identity)):
             return True
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
+
+
+def _mark_in(folder: str | os.PathLike[str], identity: str) -> Path:
+    name = f"{_MARK}{identity}"
+    if os.path.basename(name) != name or "\0" in name:
+        raise ValueError(f"no identity of a run: {identity!r}")
+    return Path(folder) / name
 
 
 def _hold(file: TextIO, identity: str | None) -> str | None:
@@ -181,7 +199,7 @@ def _hold(file: TextIO, identity: str | None) -> str | None:
                 fcntl.flock(file, fcntl.LOCK_SH)
             return None
         file.seek(0)
-        holder, _, holders_run = file.read().strip().partition(" ")
+        holder, _, holders_run = file.read(_LONGEST_HOLDER).strip().partition(" ")
         if identity is None:
             return holder
         if _lock(file, fcntl.LOCK_SH):
@@ -305,13 +323,6 @@ def _of_a_trainer(run: RunFolder) -> str:
         "has no config to go on with. Go on from the program that made it: fit(..., resume=True) "
         f"with run_dir={str(run.path)!r}."
     )
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file that is the owner's alone: it says where credentials are, and much besides."""
-    path.unlink(missing_ok=True)
-    path.touch(0o600)
-    path.write_text(text, encoding="utf-8")
 
 
 def _cannot_make(path: Path, why: str) -> ConfigError:

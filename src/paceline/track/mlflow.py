@@ -14,12 +14,14 @@ from paceline.errors import MissingExtra
 from paceline.events import Event, RunFailed, RunFinished, RunStarted
 from paceline.track.scalars import Numbers, scalars
 from paceline.track.tracker import Recorder
+from paceline.untrusted import parse_json, read_bytes, write_private
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
 STATE_FILE = "mlflow.json"
+_MOST_STATE_BYTES = 64 * 1024
 # What MLflow takes in one request.
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000
 
@@ -102,8 +104,12 @@ class MLflow(Recorder):
     def _earlier_run(self, client: MlflowClient) -> Run | None:
         if self._state is None or not self._state.exists():
             return None
-        state = json.loads(self._state.read_text())
-        if state["uri"] != self._shown_uri:
+        state = parse_json(read_bytes(self._state, _MOST_STATE_BYTES))
+        if not isinstance(state, dict) or not isinstance(state.get("run_id"), str):
+            raise ValueError(
+                f"{self._state} does not name a run of MLflow. Delete it for a new one."
+            )
+        if state.get("uri") != self._shown_uri:
             return None  # the user has moved to another store: a new run there
         client.update_run(state["run_id"], status="RUNNING")
         return client.get_run(state["run_id"])
@@ -111,8 +117,10 @@ class MLflow(Recorder):
     def _remember(self, run_id: str) -> None:
         if self._state is not None:
             self._state.parent.mkdir(parents=True, exist_ok=True)
-            self._state.touch(0o600)
-            self._state.write_text(json.dumps({"uri": self._shown_uri, "run_id": run_id}))
+            part = self._state.with_name(f".{STATE_FILE}.part")
+            state = {"uri": self._shown_uri, "run_id": run_id}
+            write_private(part, json.dumps(state).encode())
+            part.replace(self._state)
 
 
 class _Session:

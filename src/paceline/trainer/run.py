@@ -226,11 +226,13 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--settings", type=Path)
+    # That of the launcher, where others may have written the one in the run's folder.
+    parser.add_argument("--config", type=Path)
     parser.add_argument("--own-folder", action="store_true")
     # Where this machine has the modules; the settings may be those of another one.
     parser.add_argument("--code", nargs="*", metavar="FOLDER")
     asked = parser.parse_args()
-    config = load(asked.settings or asked.run_dir / "config.yaml")
+    config = load(asked.settings or asked.config or asked.run_dir / "config.yaml")
     from_config(
         config if asked.code is None else config.model_copy(update={"code": asked.code}),
         asked.run_dir,
