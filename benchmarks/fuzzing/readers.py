@@ -6,6 +6,7 @@ import contextlib
 import io
 from pathlib import Path
 
+from paceline.cli.console import say
 from paceline.events import Event
 from paceline.track.bar import Bar
 from paceline.track.follow import Tail
@@ -35,4 +36,4 @@ def read_all(run: Path) -> None:
     with contextlib.suppress(OSError):  # a folder where the file should be, no rights
         repr(History.read(run))
         for line in Summary.read(run).lines():
-            print(line.encode("ascii", "backslashreplace").decode().replace("\x1b", "?"))
+            say(line)  # as the command line does
