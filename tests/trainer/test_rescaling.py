@@ -174,7 +174,7 @@ def small_config(**options: Any) -> Config:
             "train": {"steps": 4, "eval_batches": 1},
             "schedule": {"warmup_steps": 0},
             "precision": "fp64",
-            "launch": {"device": "cpu", "timeout": 120.0},  # as the pool's
+            "launch": {"device": "cpu", "timeout": 240.0},  # as the pool's
             **options,
         }
     )  # fmt: skip

@@ -19,7 +19,7 @@ from paceline.testing.process import LEAK_TAG, LiveRank, RankServer, serve_store
 
 _GRACE = 3.0
 """Seconds the other ranks get to end by themselves once one has failed."""
-_CLEAN_UP = 15.0
+_CLEAN_UP = 60.0
 """Seconds a rank gets to clean up after a job."""
 _CASCADE = 1.0
 """A crash makes its peers raise: one seen up to this long after their errors still came first."""
