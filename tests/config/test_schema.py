@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from paceline.config import Config, Model, dump, json_schema, load, resolve
 from paceline.config.keys import FIELDS
 from paceline.config.secret_words import literals
-from paceline.errors import LayoutError
+from paceline.errors import ConfigError, LayoutError
 
 SCALARS = (
     st.none()
@@ -112,3 +112,8 @@ def test_json_schema_for_editors() -> None:
     assert {"type": "string"} in schema["properties"]["compress"]["anyOf"]
     assert {"type": "integer"} in schema["properties"]["local_steps"]["anyOf"]
     assert "required" not in schema
+
+
+def test_a_list_is_called_a_list() -> None:
+    with pytest.raises(ConfigError, match="code must be a list or null"):
+        load({"code": "../modules"})

@@ -53,13 +53,18 @@ def goal_of(
     if mode is None:
         modes = [goal.mode for goal in recorded if goal.metric == metric]
         compared = metric in _known(infos)
-        if not modes and compared and not metric.endswith("loss"):
+        if not modes and compared and not is_loss(metric):
             raise CheckpointError(
                 f"{where}: the run was not told whether a small or a large {metric!r} is better. "
                 "Say so: mode min or max."
             )
         mode = modes[0] if modes else "min"
     return Goal(metric, mode)
+
+
+def is_loss(metric: str) -> bool:
+    """Whether the name says that less is better; of other metrics nobody can know."""
+    return metric.endswith("loss")
 
 
 def _recorded(info: Mapping[str, Any]) -> Goal | None:

@@ -104,6 +104,8 @@ def _kind(kind: Any, limits: list[Any]) -> str:
         return "a reference to a credential, env:NAME or file:/path"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return f"a mapping with keys among {', '.join(kind.model_fields)}"
+    if typing.get_origin(kind) is list:
+        return "a list"
     return "a mapping"
 
 

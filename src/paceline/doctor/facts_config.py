@@ -6,11 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from paceline.checkpoint.storage.local import is_url
 from paceline.config import Config, count_gpus, load, load_checked
 from paceline.config.endpoints import Endpoint, endpoints
 from paceline.config.fields import node_range
@@ -21,8 +20,6 @@ from paceline.doctor.facts_folders import Wanted
 from paceline.errors import ConfigError, LayoutError
 from paceline.launch.secret import RunSecret, find_secret
 from paceline.layout import Layout
-
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(:|//)")
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ def _folders(config: Config) -> tuple[Wanted, ...]:
 def _wanted(
     key: str, where: str, holds_checkpoints: bool, options: dict[str, object] | None = None
 ) -> Wanted:
-    is_url = _URL.match(where) is not None
-    if is_url:
+    if is_url(where):
         return Wanted(key, where, True, holds_checkpoints, dict(options or {}))
-    return Wanted(key, str(Path(os.path.abspath(where))), False, holds_checkpoints)
+    folder = os.path.abspath(where.removeprefix("file://"))
+    return Wanted(key, folder, False, holds_checkpoints)

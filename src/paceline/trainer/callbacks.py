@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.checkpoint.best import is_loss
 from paceline.errors import CheckpointError, TrainingError
 from paceline.events import Note
 from paceline.trainer.saved_fields import Fits, is_count, is_number, known_fields
@@ -197,7 +198,7 @@ def direction(
     """``mode``; without one a loss is to be small, and of other metrics nobody can know."""
     if mode is not None:
         return mode
-    if metric is None or metric.endswith("loss"):
+    if metric is None or is_loss(metric):
         return "min"
     raise TrainingError(
         f"{who}: is a larger {metric!r} better, or a smaller one? Pass mode='max' or mode='min'."
