@@ -172,6 +172,9 @@ def _leave_world(*, failed: bool = False) -> None:
 
 def _clean_up(snapshot: Snapshot) -> tuple[list[str], bool]:
     """Make the rank as it was; the processes left behind, and whether it can take another job."""
+    # DDP's reducer is destroyed with the GIL held. Were it the last to hold a process group, it
+    # would wait for Gloo's threads, one of which may be waiting for the GIL to end its last work.
+    gc.collect()
     _leave_world()
     snapshot.restore()
     gc.collect()  # models and loaders in cycles hold sockets and worker processes
