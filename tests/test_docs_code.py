@@ -139,7 +139,7 @@ def test_python_runs(
         printed = capsys.readouterr().out
         if block.output is not None:
             assert same_output(block.output, printed), f"{block.place} prints\n{printed}"
-        for test in tests_in(block.code, names):
+        for test in own_tests(block.code, names):
             (marker,) = test.pytestmark
             for size in marker.args:
                 test(Ranks(ranks.pool, size), size)
@@ -151,7 +151,7 @@ def run_on_a_rank(codes: list[str], place: str) -> None:
         names.run(code, place)
 
 
-def tests_in(code: str, names: dict[str, Any]) -> Iterator[Any]:
+def own_tests(code: str, names: dict[str, Any]) -> Iterator[Any]:
     """The tests for several ranks that a block defines."""
     for node in ast.parse(code).body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
