@@ -1,4 +1,8 @@
-"""A griffe extension: Sphinx roles in docstrings become code in the Markdown of the site."""
+"""A griffe extension: what our docstrings write and the site's Markdown does not know.
+
+Sphinx roles become code. Parameters that share a line, ``outer_lr, outer_momentum: …``, become one
+entry each, so that the build can check every one of them against the signature.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,27 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`~?([^`]+)`")
+SHARED = re.compile(r"^(?P<indent> +)(?P<first>\w+)(?P<others>(?:, \w+)+): ", re.MULTILINE)
+NEXT_ENTRY = re.compile(r"\n(?=\s*\n|\s*\w+(?:, \w+)*: |\Z)")
 
 
 class DocstringRoles(griffe.Extension):
-    """Writes ``:class:`World``` as code, which Markdown has no role for."""
+    """Rewrites docstrings before they are parsed."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Change the docstring of ``obj``, if it has one."""
         if obj.docstring is not None:
-            obj.docstring.value = ROLE.sub(r"`\1`", obj.docstring.value)
+            text = ROLE.sub(r"`\1`", obj.docstring.value)
+            obj.docstring.value = one_entry_each(text) if "Args:" in text else text
+
+
+def one_entry_each(text: str) -> str:
+    """``a, b: text`` as an entry for ``a`` and one for ``b`` that refers to it."""
+    while shared := SHARED.search(text):
+        first, others = shared["first"], shared["others"].strip(", ").split(", ")
+        end = NEXT_ENTRY.search(text + "\n", shared.end())
+        stop = end.start() if end else len(text)
+        entry = f"{shared['indent']}{first}: {text[shared.end() : stop]}"
+        more = "".join(f"\n{shared['indent']}{name}: see `{first}`." for name in others)
+        text = text[: shared.start()] + entry + more + text[stop:]
+    return text

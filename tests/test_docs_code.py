@@ -21,7 +21,6 @@ import contextlib
 import doctest
 import io
 import json
-import os
 import re
 import shlex
 import sys
@@ -33,9 +32,9 @@ from typing import Any
 import pytest
 import torch
 import typer.main
-from docs_blocks import PAGES, ROOT, Block, blocks
 
 import paceline
+from docs_blocks import PAGES, ROOT, Block, blocks
 from paceline.cli import main
 from paceline.cli.app import app
 from paceline.config import check, load
@@ -100,9 +99,7 @@ class Names(dict[str, Any]):
 
     def run(self, code: str, place: str) -> None:
         own = {name for name in self._given if self[name] is not self._given[name]}
-        self._given = {
-            name: value for name, value in given_names().items() if name not in own
-        }
+        self._given = {name: value for name, value in given_names().items() if name not in own}
         self.update(self._given)
         exec(compile(code, place, "exec"), self)
 
@@ -220,10 +217,12 @@ def test_shell_commands_are_sound(page: Path) -> None:
             lines = [line[2:] for line in block.code.split("\n") if line.startswith("$ ")]
         else:
             continue
-        for line in lines:
-            for words in simple_commands(line):
-                if problem := problem_with(words, block):
-                    wrong.append(f"{block.place}: {' '.join(words)}: {problem}")
+        wrong += [
+            f"{block.place}: {' '.join(words)}: {problem}"
+            for line in lines
+            for words in simple_commands(line)
+            if (problem := problem_with(words, block))
+        ]
     assert wrong == []
 
 
@@ -257,13 +256,16 @@ def problem_with(words: list[str], block: Block) -> str | None:
     if block.not_run:
         return None
     if program == "pip" and arguments[:1] == ["install"]:
-        extras = [name for found in re.findall(r"\[(.+)\]", " ".join(arguments)) for name in found.split(",")]
-        missing = set(extras) - set(PROJECT["optional-dependencies"])
+        listed = re.findall(r"\[([^\]]+)\]", " ".join(arguments))
+        extras = {name for names in listed for name in names.split(",")}
+        missing = extras - set(PROJECT["optional-dependencies"])
         return f"no extra {missing}" if missing else None
     if program.startswith("python") and arguments[:1] != ["-m"]:
         return None if (ROOT / arguments[0]).exists() else "no such file"
     known = ("python3", "python", ".", "mkdocs", "exit")
-    return None if program in known else "not a command that is checked: say above why it is not run"
+    return (
+        None if program in known else "not a command that is checked: say above why it is not run"
+    )
 
 
 def problem_with_ours(arguments: list[str]) -> str | None:
@@ -284,4 +286,3 @@ def test_a_shown_output_may_leave_things_out() -> None:
     assert same_output("a …\nb\n", "a long line\nb\n")
     assert same_output("a\n…\nc", "a\nb\nb\nc\n")
     assert not same_output("a\nb", "a\nc")
-    assert os.sep  # the folder of a page is made by a fixture
