@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.overrides import TorchFunctionMode
 
-from paceline.parallel.pipeline.fakes import Fakes, innermost_mode, is_fake, spec_of
+from paceline.parallel.pipeline.fake_tensors import Fakes, innermost_mode, is_fake, spec_of
 from paceline.parallel.pipeline.split_backward import backward_inputs
 
 

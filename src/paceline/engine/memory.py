@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.parallel.device_plan import readable
+from paceline.parallel.device_map.plan import readable
 
 STATIC = ("parameters", "gradients", "optimizer", "buffers")
 

@@ -36,7 +36,7 @@ from paceline.parallel.compose import Ways, check_layout, shard_root, spread
 from paceline.parallel.meta import Init, is_on_meta
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.shard import Sharded, Sharding
-from paceline.parallel.shard_dtype import map_tensors
+from paceline.parallel.shard.mixed_precision import map_tensors
 from paceline.world import World
 
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from paceline.errors import LayoutError
 from paceline.parallel.pipeline.balance import lightest_cuts
-from paceline.parallel.pipeline.glue import Name
+from paceline.parallel.pipeline.cut_plan import CutPlan
 from paceline.parallel.pipeline.options import Pipelining
-from paceline.parallel.pipeline.plan import CutPlan
 from paceline.parallel.pipeline.shape_run import MeasuringRun, ShapeRun
 from paceline.parallel.pipeline.skeleton import Binding, Skeleton
 from paceline.parallel.pipeline.stage_run import Rehearsal
+from paceline.parallel.pipeline.tracing import Name
 
 _MEASURED = 3
 

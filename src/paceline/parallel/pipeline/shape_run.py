@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import LayoutError
-from paceline.parallel.pipeline.fakes import Birth, Fakes, Spec, born_in, is_fake, spec_of
-from paceline.parallel.pipeline.glue import Mark, Name, Over, Run
+from paceline.parallel.pipeline.fake_tensors import Birth, Fakes, Spec, born_in, is_fake, spec_of
 from paceline.parallel.pipeline.templates import template_of, zeros_like
+from paceline.parallel.pipeline.tracing import Mark, Name, Over, Run
 from paceline.parallel.pipeline.tree import change_leaves, tensors
 from paceline.parallel.pipeline.words import where_in_model
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.parallel.pipeline.crossing import enter, leave
+from paceline.parallel.pipeline.activations import enter, leave
+from paceline.parallel.pipeline.cut_plan import CutPlan
 from paceline.parallel.pipeline.cutting import stage_bindings
-from paceline.parallel.pipeline.plan import CutPlan
 from paceline.parallel.pipeline.shape_run import ShapeRun
 from paceline.parallel.pipeline.skeleton import Skeleton
 from paceline.parallel.pipeline.stage_run import StageRun

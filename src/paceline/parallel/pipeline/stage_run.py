@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import LayoutError
-from paceline.parallel.pipeline.fakes import Fakes, is_fake
-from paceline.parallel.pipeline.glue import Mark, Name, Over, Run
+from paceline.parallel.pipeline.fake_tensors import Fakes, is_fake
 from paceline.parallel.pipeline.templates import fill, zeros_like
+from paceline.parallel.pipeline.tracing import Mark, Name, Over, Run
 from paceline.parallel.pipeline.tree import change_leaves, tensors
 from paceline.parallel.pipeline.words import describe, where_in_model
 

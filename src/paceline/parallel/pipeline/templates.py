@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.pipeline.fakes import Fakes, Spec, is_fake, spec_of
+from paceline.parallel.pipeline.fake_tensors import Fakes, Spec, is_fake, spec_of
 from paceline.parallel.pipeline.tree import change_leaves, leaves
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)

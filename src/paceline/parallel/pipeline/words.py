@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 
-from paceline.parallel.pipeline.glue import Name
+from paceline.parallel.pipeline.tracing import Name
 
 
 def describe(name: Name | None, units: Sequence[str]) -> str:

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+import paceline.parallel.tensor.packed as packed
 from paceline.errors import LayoutError
-from paceline.parallel.tensor import packed
 from paceline.parallel.tensor.attention import split_attention, split_dropout
 from paceline.parallel.tensor.linear import split_linear
 from paceline.parallel.tensor.plain import plain

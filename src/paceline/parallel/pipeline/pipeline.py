@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+import paceline.parallel.pipeline.tied_weights as tied
 from paceline.layout.schedules import check_schedule
-from paceline.parallel.pipeline import tied
-from paceline.parallel.pipeline.crossing import wire_spec
+from paceline.parallel.pipeline.activations import wire_spec
+from paceline.parallel.pipeline.cut_plan import CutPlan
 from paceline.parallel.pipeline.cutting import model_of
 from paceline.parallel.pipeline.options import Pipelining
-from paceline.parallel.pipeline.plan import CutPlan
+from paceline.parallel.pipeline.schedules import Live, Stage, Wire, make_schedule
 from paceline.parallel.pipeline.shape_run import ShapeRun
 from paceline.parallel.pipeline.signature import signature
 from paceline.parallel.pipeline.skeleton import Skeleton
 from paceline.parallel.pipeline.stage import Context, Microbatch, StageModule, StageWork, Traffic
-from paceline.parallel.pipeline.torch_stage import Live, Stage, Wire, make_schedule
 from paceline.parallel.term import Term
 from paceline.world import objects
 

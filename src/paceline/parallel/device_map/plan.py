@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import TrainingError
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.device_moves import moved
+from paceline.parallel.device_map.moves import moved
 
 # What is left of a device's free memory for everything that nobody foresaw.
 _RESERVE = 0.1

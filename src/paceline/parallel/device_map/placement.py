@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import TrainingError
-from paceline.parallel.device_moves import Align, moved
-from paceline.parallel.device_plan import Row, available_devices, plan, readable
+from paceline.parallel.device_map.moves import Align, moved
+from paceline.parallel.device_map.plan import Row, available_devices, plan, readable
 
 DeviceLike = str | int | torch.device
 _FORWARD = "_paceline_unaligned_forward"

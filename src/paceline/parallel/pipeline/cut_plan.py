@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.parallel.pipeline.glue import Name
+from paceline.parallel.pipeline.tracing import Name
 from paceline.parallel.pipeline.words import describe
 
 

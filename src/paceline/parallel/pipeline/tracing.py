@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from paceline.parallel.pipeline.fakes import innermost_mode, is_fake, spec_of
+from paceline.parallel.pipeline.fake_tensors import innermost_mode, is_fake, spec_of
 from paceline.parallel.pipeline.tree import change_leaves, tensors
 
 Name = tuple[Any, ...]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
-from paceline.parallel.shard_scalars import Scalars
-from paceline.parallel.shard_unused import tensors_in
+from paceline.parallel.shard.scalars import Scalars
+from paceline.parallel.shard.unused_parameters import tensors_in
 from paceline.parallel.whole import cuts
 
 

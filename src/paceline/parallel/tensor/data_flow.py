@@ -1,7 +1,7 @@
 """Following values through one forward pass, to see which layers can be split together.
 
 The model runs once on tensors without data. Every linear layer whose input is whole is tried as
-column-parallel; its output is followed operation by operation (rules.py) until a linear layer
+column-parallel; its output is followed operation by operation (split_rules.py) until a linear layer
 takes it in split, which is then row-parallel, or until something needs it whole.
 """
 
@@ -20,8 +20,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.parallel.tensor.kinds import kind_of
-from paceline.parallel.tensor.rules import NeedsWhole, Split, first_tensor, pointwise, rule_for
+from paceline.parallel.tensor.split_rules import (
+    NeedsWhole,
+    Split,
+    first_tensor,
+    pointwise,
+    rule_for,
+)
+from paceline.parallel.tensor.splittable import kind_of
 
 
 @dataclass

@@ -27,12 +27,12 @@ from torch.distributed.fsdp import (
 
 from paceline.errors import LayoutError, TrainingError
 from paceline.parallel.exchanging import Averaging, UnitParameter, sparse_embedding
-from paceline.parallel.shard_dtype import LOW, cast_inputs, cast_result, map_tensors
-from paceline.parallel.shard_reduce import ExchangeAndSum, Gather, SumBy
-from paceline.parallel.shard_scalars import Scalars
-from paceline.parallel.shard_units import UnitRule, find_units
-from paceline.parallel.shard_unused import Slot, Usage, tensors_in
-from paceline.parallel.shard_visits import Visits, prepare_root
+from paceline.parallel.shard.gloo_collectives import ExchangeAndSum, Gather, SumBy
+from paceline.parallel.shard.mixed_precision import LOW, cast_inputs, cast_result, map_tensors
+from paceline.parallel.shard.outside_calls import Visits, prepare_root
+from paceline.parallel.shard.scalars import Scalars
+from paceline.parallel.shard.units import UnitRule, find_units
+from paceline.parallel.shard.unused_parameters import Slot, Usage, tensors_in
 from paceline.world.group import backend_by_device
 
 STAGES = (1, 2, 3)

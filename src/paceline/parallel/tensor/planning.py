@@ -11,8 +11,8 @@ from torch import nn
 from paceline.errors import LayoutError
 from paceline.parallel.tensor.apply import check_divides, chunks_of
 from paceline.parallel.tensor.infer import check_units, infer, trace
-from paceline.parallel.tensor.kinds import kind_of, why_not_split
 from paceline.parallel.tensor.plan import TensorPlan, roles_from_patterns
+from paceline.parallel.tensor.splittable import kind_of, why_not_split
 
 # Hugging Face's words for what we have words of our own for.
 _STYLES = {

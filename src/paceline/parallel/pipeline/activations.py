@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.parallel.pipeline.fakes import Spec
+from paceline.parallel.pipeline.fake_tensors import Spec
 
 _FLOAT_OF_SIZE = {8: torch.float64, 4: torch.float32, 2: torch.float16}
 
