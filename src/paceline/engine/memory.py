@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.nested import leaves
 from paceline.parallel.device_map.plan import readable
 
 STATIC = ("parameters", "gradients", "optimizer", "buffers")
@@ -298,14 +299,11 @@ def _storages(tensor: Tensor) -> Iterator[tuple[int, torch.UntypedStorage]]:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _tensors_in(item)
+    for leaf in leaves(value, every_field=True):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, set | frozenset):
+            yield from _tensors_in(list(leaf))
 
 
 def _resident() -> int:

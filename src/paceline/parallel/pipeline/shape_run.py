@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import LayoutError
+from paceline.nested import map_leaves, tensors
 from paceline.parallel.pipeline.fake_tensors import Birth, Fakes, Spec, born_in, is_fake, spec_of
 from paceline.parallel.pipeline.templates import template_of, zeros_like
 from paceline.parallel.pipeline.tracing import Mark, Name, Over, Run
-from paceline.parallel.pipeline.tree import change_leaves, tensors
 from paceline.parallel.pipeline.words import where_in_model
 
 
@@ -71,7 +71,7 @@ class ShapeRun(Run):
     def use(self, value: Any, where: str) -> Any:
         """Note that what is in ``value`` is used here."""
         self.note(value, self.place)
-        return change_leaves(value, self._zeros) if self._in_tail else value
+        return map_leaves(value, self._zeros) if self._in_tail else value
 
     @property
     def _in_tail(self) -> bool:
@@ -110,7 +110,7 @@ class ShapeRun(Run):
         if self._in_tail:
             raise NeedsValues(f"before the call of {name!r}")
         with self.paused():
-            given = tensors((args, kwargs))
+            given = list(tensors((args, kwargs)))
             self.note((args, kwargs), place)
             for index, tensor in enumerate(given):
                 if is_fake(tensor) and self.mark_of(tensor) is None:

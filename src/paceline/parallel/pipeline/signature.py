@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.parallel.pipeline.tree import change_leaves
+from paceline.nested import map_leaves
 
 
 def signature(part: Any) -> tuple[Any, ...]:
@@ -23,6 +23,6 @@ def signature(part: Any) -> tuple[Any, ...]:
             found.append(type(leaf).__name__)
         return leaf
 
-    change_leaves(part, add)
+    map_leaves(part, add)
     keys = tuple(map(str, part)) if isinstance(part, Mapping) else ()
     return (type(part).__name__, keys, *found)

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import LayoutError
+from paceline.nested import map_leaves, tensors
 from paceline.parallel.pipeline.fake_tensors import Fakes, is_fake
 from paceline.parallel.pipeline.templates import fill, zeros_like
 from paceline.parallel.pipeline.tracing import Mark, Name, Over, Run
-from paceline.parallel.pipeline.tree import change_leaves, tensors
 from paceline.parallel.pipeline.words import describe, where_in_model
 
 
@@ -60,7 +60,7 @@ class StageRun(Run):
         """``value`` with what other stages computed in place of the fakes."""
         if not self._started:
             return value
-        return change_leaves(value, lambda leaf: self._real(leaf, where))
+        return map_leaves(value, lambda leaf: self._real(leaf, where))
 
     def _real(self, leaf: Any, where: str) -> Any:
         if not isinstance(leaf, Tensor):
@@ -83,7 +83,7 @@ class StageRun(Run):
         """Run the unit, or pass it over."""
         self._check(name)
         with self.paused():
-            given = tensors((args, kwargs))
+            given = list(tensors((args, kwargs)))
             for index in self._late.get(self.calls, ()):
                 self.set_mark(given[index], ("arg", self.calls, index))
             if self.calls == self._last:
@@ -91,7 +91,7 @@ class StageRun(Run):
             self._started = self._started or self.calls == self._first
             if self._started:
                 args, kwargs = self.use((args, kwargs), f"the call of {name!r}")
-                given = tensors((args, kwargs))
+                given = list(tensors((args, kwargs)))
                 result = self.run_unit(name, call, args, kwargs)
             else:
                 result = fill(self._templates[self.calls], (args, kwargs), self._fakes)
@@ -120,6 +120,6 @@ class Rehearsal(StageRun):
     def run_unit(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the unit would return, as zeros."""
         result = fill(self._templates[self.calls], (args, kwargs), self._fakes)
-        result = change_leaves(result, zeros_like)
+        result = map_leaves(result, zeros_like)
         self._pass_over(name, args, kwargs, result)
         return result

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.nested import leaves, map_leaves
 from paceline.parallel.pipeline.fake_tensors import Fakes, Spec, is_fake, spec_of
-from paceline.parallel.pipeline.tree import change_leaves, leaves
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -24,7 +24,7 @@ def template_of(result: Any, given: Any) -> Any:
             return _Slot(None, known[id(leaf)])
         return _Slot(spec_of(leaf), None) if isinstance(leaf, Tensor) else leaf
 
-    return change_leaves(result, slot_of)
+    return map_leaves(result, slot_of)
 
 
 class _Slot:
@@ -36,7 +36,7 @@ class _Slot:
 
 def fill(template: Any, given: Any, fakes: Fakes) -> Any:
     """What a unit returns, with fakes for tensors; ``template`` comes from :func:`template_of`."""
-    known = leaves(given)
+    known = list(leaves(given))
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, _Slot):
@@ -46,7 +46,7 @@ def fill(template: Any, given: Any, fakes: Fakes) -> Any:
         assert leaf.spec is not None
         return fakes.tensor(leaf.spec)
 
-    return change_leaves(template, make)
+    return map_leaves(template, make)
 
 
 def zeros_like(leaf: Any) -> Any:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from paceline.nested import map_leaves, tensors
 from paceline.parallel.pipeline.fake_tensors import innermost_mode, is_fake, spec_of
-from paceline.parallel.pipeline.tree import change_leaves, tensors
 
 Name = tuple[Any, ...]
 """``("call", k, i)``: tensor i of what the k-th call of a unit returned; ``("glue", k, j, i)``: of
@@ -105,7 +105,7 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        given = tensors((args, kwargs))
+        given = list(tensors((args, kwargs)))
         marked = any(self.mark_of(tensor) is not None for tensor in given)
         if not marked and not any(is_fake(tensor) for tensor in given):
             return func(*args, **kwargs)
@@ -113,7 +113,7 @@ class Run(TorchFunctionMode):
         if name in _SHAPE_ONLY:
             return func(*args, **kwargs)
         if name in _CONSTANT:
-            return func(*change_leaves(args, _blank), **change_leaves(kwargs, _blank))
+            return func(*map_leaves(args, _blank), **map_leaves(kwargs, _blank))
         args, kwargs = self.use((args, kwargs), name)
         result = func(*args, **kwargs)
         if marked:
@@ -121,7 +121,7 @@ class Run(TorchFunctionMode):
         return result
 
     def _name_result(self, result: Any) -> None:
-        named = tensors(result)
+        named = list(tensors(result))
         for index, tensor in enumerate(named):
             self.set_mark(tensor, ("glue", self.calls, self._functions, index))
         self._functions += bool(named)

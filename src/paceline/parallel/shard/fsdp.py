@@ -26,13 +26,14 @@ from torch.distributed.fsdp import (
 )
 
 from paceline.errors import LayoutError, TrainingError
+from paceline.nested import map_tensors, tensors
 from paceline.parallel.exchanging import Averaging, UnitParameter, sparse_embedding
 from paceline.parallel.shard.gloo_collectives import ExchangeAndSum, Gather, SumBy
-from paceline.parallel.shard.mixed_precision import LOW, cast_inputs, cast_result, map_tensors
+from paceline.parallel.shard.mixed_precision import LOW, cast_inputs, cast_result
 from paceline.parallel.shard.outside_calls import Visits, prepare_root
 from paceline.parallel.shard.scalars import Scalars
 from paceline.parallel.shard.units import UnitRule, find_units
-from paceline.parallel.shard.unused_parameters import Slot, Usage, tensors_in
+from paceline.parallel.shard.unused_parameters import Slot, Usage
 from paceline.world.group import backend_by_device
 
 STAGES = (1, 2, 3)
@@ -221,7 +222,9 @@ def _without_views(unit: nn.Module, args: Any, output: Any) -> Any:
     FSDP hangs its gathering for backward on a unit's results. From a view it would fall off as
     soon as the model changes it in place, as ``nn.ReLU(inplace=True)`` does.
     """
-    if not torch.is_grad_enabled() or all(t._base is None for t in tensors_in(output)):
+    if not torch.is_grad_enabled() or all(
+        t._base is None for t in tensors(output, every_field=True)
+    ):
         return None
     return map_tensors(
         output, lambda t: _Alias.apply(t) if t.requires_grad and t._base is not None else t

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from paceline.nested import map_tensors
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,25 +40,3 @@ def cast_result(model: nn.Module) -> None:
         return map_tensors(output, cast)
 
     model.register_forward_hook(hook)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``change`` applied to the tensors in its tuples, lists, dicts, dataclasses."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [map_tensors(item, change) for item in value]
-    if isinstance(value, MutableMapping):  # Hugging Face's outputs are dataclasses and mappings
-        result = copy.copy(value)
-        for key, item in value.items():
-            result[key] = map_tensors(item, change)
-        return result
-    if isinstance(value, Mapping):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **{k: map_tensors(v, change) for k, v in fields.items()})
-    return value

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
+from paceline.nested import tensors
 from paceline.parallel.shard.scalars import Scalars
-from paceline.parallel.shard.unused_parameters import tensors_in
 from paceline.parallel.whole import cuts
 
 
@@ -87,7 +87,7 @@ class Visits:
         self._depth -= 1
         if self._depth:
             return
-        results = [t for t in tensors_in(output) if t.requires_grad]
+        results = [t for t in tensors(output, every_field=True) if t.requires_grad]
         if not results or not torch.is_grad_enabled():
             self.end()
         for result in results:  # its backward needs what was gathered

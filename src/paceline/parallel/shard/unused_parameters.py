@@ -8,9 +8,8 @@ an optimizer leaves alone a parameter without a gradient, but decays one whose g
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
+from paceline.nested import tensors
 from paceline.parallel.whole import local
 
 
@@ -86,7 +86,9 @@ class Usage:
                 self._watched[parameter] = index
                 parameter.register_post_accumulate_grad_hook(self._note)
         self._running[unit] += 1
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        inputs = [
+            tensor for tensor in tensors((args, kwargs), every_field=True) if tensor.requires_grad
+        ]
         if inputs:  # once these have their gradients, FSDP sums those of the unit's parameters
 
             def fill(grads: Any) -> None:
@@ -96,7 +98,7 @@ class Usage:
             register_multi_grad_hook(inputs, fill)
 
     def _after_root(self, root: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
+        for tensor in tensors(output, every_field=True) if torch.is_grad_enabled() else ():
             if tensor.requires_grad:
                 tensor.register_hook(self._queue)
 
@@ -122,21 +124,6 @@ class Usage:
     def _note(self, parameter: Tensor) -> None:
         if self.counts:
             self._used[self._watched[parameter]] = True
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
 
 
 def _is_not_zero(gradient: Tensor | None) -> bool:

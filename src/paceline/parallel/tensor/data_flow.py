@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.nested import tensors
 from paceline.parallel.tensor.split_rules import (
     NeedsWhole,
     Split,
@@ -96,7 +97,7 @@ class Flow:
 
     def mark_input(self, value: Any) -> None:
         """Note that a tensor was computed from the model's inputs."""
-        for tensor in _tensors(value):
+        for tensor in tensors(value):
             self._inputs[id(tensor)] = tensor
 
     # ---- modules ----
@@ -179,9 +180,9 @@ class _Operators(TorchDispatchMode):
         flow = self.flow
         if flow.paused:
             return out
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors((args, kwargs)))
         if any(flow.comes_from_input(t) for t in inputs):
-            flow.mark_input([t for t in _tensors(out) if not t.is_floating_point()])
+            flow.mark_input([t for t in tensors(out) if not t.is_floating_point()])
         splits = [s for t in inputs if (s := flow.split_of(t)) is not None]
         if splits:
             self._carry(func, args, dict(kwargs), splits, out)
@@ -195,7 +196,7 @@ class _Operators(TorchDispatchMode):
         flow = self.flow
         rule = rule_for(func)
         name = func._schema.name.removeprefix("aten::")
-        if not any(True for _ in _tensors(out)):  # asks for a size or the like
+        if not any(True for _ in tensors(out)):  # asks for a size or the like
             return
         try:
             if rule is None:
@@ -205,7 +206,7 @@ class _Operators(TorchDispatchMode):
             result = rule(args, kwargs, [flow.split_of(value) for value in args], out)
         except NeedsWhole as refusal:
             flow.needs_whole(splits, name, refusal.pieces)
-            for tensor in _tensors(out):
+            for tensor in tensors(out):
                 flow.set(tensor, None)
             return
         if isinstance(result, list):
@@ -295,17 +296,6 @@ _WHOLE_FUNCTIONS: dict[Any, Callable[..., None]] = {
     F.cross_entropy: _cross_entropy,
     F.dropout: _dropout,
 }
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 @contextlib.contextmanager
