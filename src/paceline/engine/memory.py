@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.nested import leaves
 from paceline.parallel.device_map.plan import readable
+from paceline.torch_internals import TorchDispatchMode, storage_id
 
 STATIC = ("parameters", "gradients", "optimizer", "buffers")
 
@@ -295,7 +295,7 @@ def _storages(tensor: Tensor) -> Iterator[tuple[int, torch.UntypedStorage]]:
             yield from _storages(getattr(tensor, name))
     elif tensor.device.type != "meta":
         storage = tensor.untyped_storage()
-        yield storage._cdata, storage
+        yield storage_id(storage), storage
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

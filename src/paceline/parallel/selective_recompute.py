@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from paceline.errors import TrainingError
+from paceline.torch_internals import argument_names, is_operator, overloads_of
 
 # By name, since which of them exist depends on torch's version and build.
 _PRODUCTS = (
@@ -52,7 +53,7 @@ def resolve(keep: Sequence[Any] | None) -> frozenset[Any]:
         )
     kept = frozenset(op for wanted in keep for op in _overloads(wanted))
     for op in kept:
-        if _draws_random_numbers(op) and _argument_names(op).count("dropout_p") == 0:
+        if _draws_random_numbers(op) and argument_names(op).count("dropout_p") == 0:
             raise TrainingError(
                 f"recompute: {op} draws random numbers; were its result kept, the recomputation "
                 "would hand its numbers to the next operator that draws. Leave it out of keep."
@@ -76,7 +77,7 @@ def _uses_dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     """Whether this call draws random numbers: then it is drawn again, like all that follow it."""
     if not _draws_random_numbers(op):
         return False
-    names = _argument_names(op)
+    names = argument_names(op)
     if "dropout_p" not in names:
         return True
     position = names.index("dropout_p")
@@ -88,23 +89,17 @@ def _draws_random_numbers(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
-def _argument_names(op: Any) -> list[str]:
-    schema = getattr(op, "_schema", None)
-    return [argument.name for argument in schema.arguments] if schema is not None else []
-
-
 def _overloads(wanted: Any) -> Iterator[Any]:
-    if isinstance(wanted, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+    if is_operator(wanted):
         yield wanted
         return
-    packet = _packet(wanted) if isinstance(wanted, str) else wanted
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    found = overloads_of(_packet(wanted) if isinstance(wanted, str) else wanted)
+    if found is None:
         raise TrainingError(
             f"recompute: keep names {wanted!r}, which is no operator of torch. Write it like "
             "'aten.mm' or torch.ops.aten.mm."
         )
-    for overload in packet.overloads():
-        yield getattr(packet, overload)
+    yield from found
 
 
 def _packet(name: str) -> Any:

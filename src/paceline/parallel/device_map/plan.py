@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.errors import TrainingError
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.device_map.moves import moved
+from paceline.torch_internals import storage_id
 
 # What is left of a device's free memory for everything that nobody foresaw.
 _RESERVE = 0.1
@@ -275,13 +276,13 @@ def _try_out(module: nn.Module, args: Any, kwargs: Any, device: torch.device) ->
     """Seconds of a forward of a copy of ``module`` on ``device``, and bytes it saves."""
     twin = copy.deepcopy(module).to(device)
     args, kwargs = moved(args, device), moved(kwargs, device)
-    own = {t.untyped_storage()._cdata for t in _tensors(twin)}
+    own = {storage_id(t.untyped_storage()) for t in _tensors(twin)}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            saved[storage._cdata] = storage.nbytes()
+        if storage_id(storage) not in own:
+            saved[storage_id(storage)] = storage.nbytes()
         return tensor
 
     times = []

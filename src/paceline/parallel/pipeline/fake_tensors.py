@@ -1,8 +1,7 @@
 """Tensors without data, and modules whose parameters are such: what absent modules are shown as.
 
 Meta tensors would not do: a model reads ``x.device`` to place its masks and positions, which must
-be real. torch's fake tensors name the device they stand for. They are private in torch (checked
-with 2.13): everything Paceline needs of them is in this file.
+be real. torch's fake tensors name the device they stand for.
 """
 
 from __future__ import annotations
@@ -12,17 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
-"""What torch raises where a computation needs the values of a tensor that has none."""
+from paceline.torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode
 
 
 class Spec(NamedTuple):
@@ -47,11 +37,6 @@ def spec_of(tensor: Tensor) -> Spec:
 def is_fake(value: object) -> bool:
     """Whether ``value`` is a tensor without data."""
     return isinstance(value, FakeTensor)
-
-
-def innermost_mode() -> TorchFunctionMode | None:
-    """The torch function mode that sees a call first."""
-    return _get_current_function_mode()
 
 
 class Birth(TorchDispatchMode):

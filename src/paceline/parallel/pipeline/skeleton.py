@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.parallel.pipeline.fake_tensors import NEEDS_DATA, Fakes
+from paceline.parallel.pipeline.fake_tensors import Fakes
 from paceline.parallel.pipeline.shape_run import NeedsValues, ShapeRun
 from paceline.parallel.pipeline.tracing import Over, Run
 from paceline.parallel.pipeline.units import Catching, Slot, find_units, slots_of
 from paceline.parallel.pipeline.words import where_in_model
+from paceline.torch_internals import NEEDS_DATA
 
 Binding = tuple[Slot, nn.Parameter, str]
 """Where to put which parameter for a while, and its name."""

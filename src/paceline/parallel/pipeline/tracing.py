@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from paceline.nested import map_leaves, tensors
-from paceline.parallel.pipeline.fake_tensors import innermost_mode, is_fake, spec_of
+from paceline.parallel.pipeline.fake_tensors import is_fake, spec_of
+from paceline.torch_internals import innermost_function_mode
 
 Name = tuple[Any, ...]
 """``("call", k, i)``: tensor i of what the k-th call of a unit returned; ``("glue", k, j, i)``: of
@@ -86,7 +87,7 @@ class Run(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not look at what is called meanwhile: it happens inside a unit."""
-        if innermost_mode() is self:
+        if innermost_function_mode() is self:
             self.__exit__(None, None, None)
             try:
                 yield

@@ -30,10 +30,11 @@ from paceline.nested import map_tensors, tensors
 from paceline.parallel.exchanging import Averaging, UnitParameter, sparse_embedding
 from paceline.parallel.shard.gloo_collectives import ExchangeAndSum, Gather, SumBy
 from paceline.parallel.shard.mixed_precision import LOW, cast_inputs, cast_result
-from paceline.parallel.shard.outside_calls import Visits, prepare_root
+from paceline.parallel.shard.outside_calls import Visits
 from paceline.parallel.shard.scalars import Scalars
 from paceline.parallel.shard.units import UnitRule, find_units
 from paceline.parallel.shard.unused_parameters import Slot, Usage
+from paceline.torch_internals import make_fsdp_root
 from paceline.world.group import backend_by_device
 
 STAGES = (1, 2, 3)
@@ -316,7 +317,7 @@ class Sharded:
         inner = [unit for unit in self._units if unit is not self.root]
         _check_can_be_cut(self.root, [*inner, self.root])
         self._sum_by_averaging()
-        prepare_root(self.root)
+        make_fsdp_root(self.root)
         for unit in self._units:
             unit.unshard()  # which looks anew at what is trained; there is no other door to that
             unit.reshard()
@@ -367,7 +368,7 @@ class Sharded:
         self._in_step = False
         gathered = [] if self._usage is None else self._usage.forget()
         gathered += self.root.parameters()
-        prepare_root(self.root)  # what failed may have been the first step, before its root ran
+        make_fsdp_root(self.root)  # what failed may have been the first step, before its root ran
         if hasattr(self.root, "reset_iter_state"):  # torch 2.13
             self.root.reset_iter_state()
         for unit in self._units:

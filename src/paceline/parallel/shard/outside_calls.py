@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from paceline.nested import tensors
 from paceline.parallel.shard.scalars import Scalars
 from paceline.parallel.whole import cuts
+from paceline.torch_internals import after_backward, make_fsdp_root
 
 
 class Visits:
@@ -74,7 +74,7 @@ class Visits:
             return
         self._depth += 1
         if not self._open:
-            prepare_root(self._root)
+            make_fsdp_root(self._root)
             assert isinstance(self._root, FSDPModule)
             self._root.unshard()
             self._scalars.start()
@@ -96,13 +96,4 @@ class Visits:
     def _before_backward(self, grad: Tensor) -> None:
         if self._open:
             self.had_backward = True
-            Variable._execution_engine.queue_callback(self.end)
-
-
-def prepare_root(root: nn.Module) -> None:
-    """Tell FSDP that ``root`` is one, before a part of it runs and is taken for one itself.
-
-    torch 2.13 does so when the root is first called, and offers no other way.
-    """
-    assert isinstance(root, FSDPModule)
-    root._get_fsdp_state()._lazy_init()
+            after_backward(self.end)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from paceline.nested import tensors
 from paceline.parallel.whole import local
+from paceline.torch_internals import after_backward
 
 
 class Slot(NamedTuple):
@@ -106,7 +106,7 @@ class Usage:
         """Units without such inputs are summed at the end of backward: be there before."""
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self._fill_rest)
+            after_backward(self._fill_rest)
 
     def _fill_rest(self) -> None:
         self._queued = False

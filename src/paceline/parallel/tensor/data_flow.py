@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # the documented way in is private
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.nested import tensors
 from paceline.parallel.tensor.split_rules import (
@@ -29,6 +27,13 @@ from paceline.parallel.tensor.split_rules import (
     rule_for,
 )
 from paceline.parallel.tensor.splittable import kind_of
+from paceline.torch_internals import (
+    FAKE_TENSOR_LOGGER,
+    FakeTensorMode,
+    TorchDispatchMode,
+    changes_arguments,
+    operator_name,
+)
 
 
 @dataclass
@@ -186,7 +191,7 @@ class _Operators(TorchDispatchMode):
         splits = [s for t in inputs if (s := flow.split_of(t)) is not None]
         if splits:
             self._carry(func, args, dict(kwargs), splits, out)
-        elif func._schema.is_mutable and isinstance(out, Tensor):
+        elif changes_arguments(func) and isinstance(out, Tensor):
             flow.set(out, None)
         return out
 
@@ -195,7 +200,7 @@ class _Operators(TorchDispatchMode):
     ) -> None:
         flow = self.flow
         rule = rule_for(func)
-        name = func._schema.name.removeprefix("aten::")
+        name = operator_name(func)
         if not any(True for _ in tensors(out)):  # asks for a size or the like
             return
         try:
@@ -303,7 +308,7 @@ def without_data(model: nn.Module) -> Iterator[None]:
     """Run what is inside on tensors that have shapes but no values; meta tensors may take part."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # A model that cannot run so is run with values: its failure is not worth a page of log.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_TENSOR_LOGGER)
     level = log.level
     exchanged: list[tuple[dict[str, Any], str, Any]] = []
     with mode:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.torch_internals import operator_name
+
 aten = torch.ops.aten
 
 
@@ -293,7 +295,7 @@ _RULES: dict[str, Rule] = {
 
 def rule_for(func: Any) -> Rule | None:
     """The rule of an operator; ``None`` when nothing is known of it."""
-    name = func._schema.name.removeprefix("aten::")
+    name = operator_name(func)
     found = _RULES.get(name)
     if found is None and torch.Tag.pointwise in func.tags:
         return pointwise
