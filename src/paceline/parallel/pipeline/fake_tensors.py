@@ -1,7 +1,8 @@
-"""Tensors without data, and modules whose parameters are such: what absent modules are shown as.
+"""Tensors without data: fake parameters, fake modules, and what a unit returns without its values.
 
-Meta tensors would not do: a model reads ``x.device`` to place its masks and positions, which must
-be real. torch's fake tensors name the device they stand for.
+They stand for the modules that are on other stages. Meta tensors would not do: a model reads
+``x.device`` to place its masks and positions, which must be real. torch's fake tensors name the
+device they stand for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from paceline.nested import leaves, map_leaves
 from paceline.torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode
 
 
@@ -88,3 +90,49 @@ class Fakes:
             memo[id(buffer)] = self.tensor(spec_of(buffer))
         twin: nn.Module = copy.deepcopy(module, memo)
         return twin
+
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def template_of(result: Any, given: Any) -> Any:
+    """``result`` of a unit that was ``given`` this, with marks in place of its tensors."""
+    known = {id(leaf): index for index, leaf in enumerate(leaves(given))}
+
+    def slot_of(leaf: Any) -> Any:
+        if isinstance(leaf, _PLAIN):
+            return leaf
+        if id(leaf) in known:
+            return _OutputSlot(None, known[id(leaf)])
+        return _OutputSlot(spec_of(leaf), None) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(result, slot_of)
+
+
+class _OutputSlot:
+    """A place in what a unit returns: a new tensor, or something it was given."""
+
+    def __init__(self, spec: Spec | None, given: int | None) -> None:
+        self.spec, self.given = spec, given
+
+
+def fill(template: Any, given: Any, fakes: Fakes) -> Any:
+    """What a unit returns, with fakes for tensors; ``template`` comes from :func:`template_of`."""
+    known = list(leaves(given))
+
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, _OutputSlot):
+            return leaf
+        if leaf.given is not None:
+            return known[leaf.given]
+        assert leaf.spec is not None
+        return fakes.tensor(leaf.spec)
+
+    return map_leaves(template, make)
+
+
+def zeros_like(leaf: Any) -> Any:
+    """Zeros in place of a fake tensor; anything else as it is."""
+    if not is_fake(leaf):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)

@@ -18,11 +18,16 @@ from paceline.parallel.pipeline.activations import wire_spec
 from paceline.parallel.pipeline.cut_plan import CutPlan
 from paceline.parallel.pipeline.cutting import model_of
 from paceline.parallel.pipeline.options import Pipelining
-from paceline.parallel.pipeline.schedules import Live, Stage, Wire, make_schedule
-from paceline.parallel.pipeline.shape_run import ShapeRun
-from paceline.parallel.pipeline.signature import signature
-from paceline.parallel.pipeline.skeleton import Skeleton
-from paceline.parallel.pipeline.stage import Context, Microbatch, StageModule, StageWork, Traffic
+from paceline.parallel.pipeline.schedules import LiveForwards, Stage, Wire, make_schedule
+from paceline.parallel.pipeline.shape_run import ShapeRun, signature
+from paceline.parallel.pipeline.stage import (
+    Context,
+    Microbatch,
+    PipelineStep,
+    StageModule,
+    StageWork,
+)
+from paceline.parallel.pipeline.units import Skeleton
 from paceline.parallel.term import Term
 from paceline.world import objects
 
@@ -60,8 +65,8 @@ class Pipeline:
         held = self.options.placement(pp)
         self._rank_of = [next(r for r in range(pp) if s in held[r]) for s in range(plan.stages)]
         self._skeleton = Skeleton(model_of(module), plan.extra_units, device)
-        self._traffic = Traffic()
-        self._live = Live()
+        self._step = PipelineStep()
+        self._live = LiveForwards()
         taken: set[int] = set()
         self._work = [
             StageWork(
@@ -71,7 +76,7 @@ class Pipeline:
                 index,
                 device=device,
                 context=context,
-                traffic=self._traffic,
+                step=self._step,
                 taken=taken,
             )
             for index in sorted(held[rank])
@@ -150,8 +155,8 @@ class Pipeline:
         except RuntimeError:
             self._schedules.clear()  # they hold pieces of a step that never ended
             self._live.now = 0
-            if self._traffic.failure is not None:
-                raise self._traffic.failure from None
+            if self._step.failure is not None:
+                raise self._step.failure from None
             raise
         return self._finish(len(parts))
 
@@ -159,7 +164,7 @@ class Pipeline:
     def evaluate(self, parts: list[Part]) -> list[Term | None]:
         """The terms of all microbatches, with their outputs, on the rank of the last stage."""
         self._start(parts, None)
-        self._traffic.keep_output = True
+        self._step.keep_output = True
         sends: list[Any] = []
         for number in range(len(parts)):
             passed: Any = ()
@@ -209,18 +214,18 @@ class Pipeline:
 
     def _start(self, parts: list[Part], scale: Tensor | None) -> None:
         microbatches = [Microbatch(part, items, self._known(part)) for part, items in parts]
-        self._traffic.microbatches = microbatches
-        self._traffic.scale = scale
-        self._traffic.terms = []
-        self._traffic.failure = None
-        self._traffic.keep_output = False
+        self._step.microbatches = microbatches
+        self._step.scale = scale
+        self._step.terms = []
+        self._step.failure = None
+        self._step.keep_output = False
         for work in self._work:
             work.start()
 
     def _finish(self, number: int) -> list[Term | None]:
-        terms: list[Term | None] = [*self._traffic.terms]
-        self._traffic.terms = []
-        self._traffic.microbatches = []
+        terms: list[Term | None] = [*self._step.terms]
+        self._step.terms = []
+        self._step.microbatches = []
         return terms if self.holds_last else [None] * number
 
     def _receive(self, work: StageWork, number: int, passed: Any) -> Any:
@@ -241,7 +246,7 @@ class Pipeline:
         """How the values ``names`` of each microbatch travel."""
         return [
             [wire_spec(microbatch.shapes.specs[name]) for name in names]
-            for microbatch in self._traffic.microbatches
+            for microbatch in self._step.microbatches
         ]
 
     def _known(self, part: Any) -> ShapeRun:

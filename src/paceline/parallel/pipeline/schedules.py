@@ -1,10 +1,11 @@
-"""torch's pipeline stage, adapted: each microbatch has its own shapes, and buffers are short-lived.
+"""The schedules by name (GPipe, 1F1B, zero-bubble) on torch's pipeline stage, adapted.
 
-``PipelineStage`` fixes shapes at its first step and allocates a receive buffer for every
-microbatch of a step at once. Here buffers are made when a value is about to arrive and dropped
-with its microbatch, so shapes may differ between microbatches and steps, and a stage holds no more
-than its schedule says. It overrides methods of torch's stage that are not documented (checked with
-torch 2.13; ``tests/parallel/test_pipeline_torch.py`` says when they change).
+The orders themselves are torch's; ``paceline/layout/`` has them as tables to check, print and draw.
+``PipelineStage`` fixes shapes at its first step and allocates a receive buffer for every microbatch
+of a step at once. Here buffers are made when a value is about to arrive and dropped with its
+microbatch, so shapes may differ between microbatches and steps, and a stage holds no more than its
+schedule says. That overrides methods of torch's stage that are not documented (torch 2.11 to 2.13;
+``tests/parallel/test_pipeline_torch.py`` says when they change).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _MULTI: dict[str, Any] = {
 }
 
 
-class Live:
+class LiveForwards:
     """Counts the microbatches whose forward is done and whose backward is not, over all stages."""
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class Stage(PipelineStage):
         stages: int,
         device: torch.device,
         group: ProcessGroup,
-        live: Live,
+        live: LiveForwards,
         *,
         inputs: int,
         outputs: int,

@@ -6,7 +6,8 @@ every stage, so counting calls gives a value the same name everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ _CONSTANT = frozenset(
 _TENSOR_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data", "grad"))
 
 
-class Over(BaseException):
+class StageEnd(BaseException):
     """Leaves a model's forward where the next stage begins; no ``except Exception`` stops it."""
 
 
@@ -53,7 +54,7 @@ class Mark(NamedTuple):
     absent: bool
 
 
-class Run(TorchFunctionMode):
+class ModelRun(TorchFunctionMode):
     """One pass through a model's code. Subclasses say what happens to units and marked values."""
 
     def __init__(self) -> None:
@@ -142,3 +143,26 @@ def _blank(value: Any) -> Any:
         return value
     spec = spec_of(value)
     return torch.empty((), dtype=spec.dtype, device=spec.device).expand(spec.shape)
+
+
+def describe(name: Name | None, units: Sequence[str]) -> str:
+    """A value's name in words."""
+    if name is None:
+        return "a value whose origin torch does not show"
+    if name[0] == "param":
+        return f"the parameter {name[1]!r}"
+    if name[0] == "call":
+        return f"an output of {units[name[1]]!r}"
+    if name[0] == "arg":
+        return f"an input of {units[name[1]]!r}"
+    after = f"after {units[name[1] - 1]!r}" if name[1] else "before the first module"
+    return f"a value computed {after}"
+
+
+def where_in_model(frames: traceback.StackSummary | None = None) -> str:
+    """The line of the model's code that is running, or that ``frames`` end in."""
+    for frame in reversed(frames or traceback.extract_stack()):
+        path = frame.filename.replace("\\", "/")
+        if "/torch/" not in path and "/paceline/parallel/pipeline/" not in path:
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "unknown place"
