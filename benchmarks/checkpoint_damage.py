@@ -35,7 +35,7 @@ from checkpointing.rivals import Distributed, Paceline, Saves, TorchSave
 from checkpointing.states import Shapes, differing, gpt_shapes, size_of, whole_tensors
 
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.ladder import Rung, climb
+from paceline.checkpoint.restore_order import Rung, climb
 from paceline.errors import CheckpointError
 
 WORLDS = (2, 3, 4)

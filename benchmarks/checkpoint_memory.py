@@ -28,9 +28,9 @@ import torch
 from checkpointing import report
 
 import paceline
-from paceline.checkpoint.memory.recall import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import RankState
+from paceline.checkpoint.memory.find import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
+from paceline.checkpoint.memory.snapshots import MemoryTier
+from paceline.checkpoint.rank_state import RankState
 from paceline.config import demo
 from paceline.models import GPT, token_cross_entropy
 from paceline.testing import RankPool

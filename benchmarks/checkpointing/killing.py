@@ -31,8 +31,8 @@ from paceline.checkpoint import manifest
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.sharded.save import load
-from paceline.checkpoint.sharded.saver import Saver
+from paceline.checkpoint.sharded.async_saver import Saver
+from paceline.checkpoint.sharded.save_load import load
 from paceline.errors import CheckpointError
 
 CODE = str(Path(paceline.checkpoint.__file__).parent)

@@ -22,7 +22,7 @@ from checkpointing.states import Shapes, rows_in, state_of, whole_parts
 from paceline.checkpoint import manifest
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.names import name_of
-from paceline.checkpoint.sharded.save import load, save
+from paceline.checkpoint.sharded.save_load import load, save
 
 Tensors = dict[str, Tensor]
 

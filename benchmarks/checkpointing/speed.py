@@ -23,8 +23,8 @@ from paceline.checkpoint.checkpoint import memory_of
 from paceline.checkpoint.digests import XXH3, Digest, make_digest, with_key
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.hashing import BlockHasher, hashed
-from paceline.checkpoint.sharded.save import load, save
-from paceline.checkpoint.sharded.saver import Saver
+from paceline.checkpoint.sharded.async_saver import Saver
+from paceline.checkpoint.sharded.save_load import load, save
 from paceline.checkpoint.storage.local import open_storage
 
 DROP = Path("/proc/sys/vm/drop_caches")

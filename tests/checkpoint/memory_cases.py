@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.memory.recall import find_in_memory
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.memory.find import find_in_memory
+from paceline.checkpoint.memory.snapshots import MemoryTier
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 
 ROWS, COLUMNS = 24, 30
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from checkpoint.memory_cases import group, recall, state
-from paceline.checkpoint.memory.tier import MemoryTier
+from paceline.checkpoint.memory.snapshots import MemoryTier
 from paceline.world import World
 
 SHARED = "/dev/shm"

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from plain_checkpoints import put_checkpoint, put_file, put_manifest
 from torch import Tensor
 
-from paceline.checkpoint.blocks import BlockReader
+from paceline.checkpoint.block_reader import BlockReader
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.folder import Folder

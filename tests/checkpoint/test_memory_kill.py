@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from checkpoint.memory_cases import group, make_roots, recall, root_of, state
-from paceline.checkpoint.memory.files import folder_of, free_run, names_in
-from paceline.checkpoint.memory.tier import MemoryTier
+from paceline.checkpoint.memory.segment_files import folder_of, free_run, names_in
+from paceline.checkpoint.memory.snapshots import MemoryTier
 from paceline.errors import RankFailed
 
 LARGE = 500_000

@@ -26,10 +26,10 @@ from checkpoint.state_cases import (
 from paceline.checkpoint.boxes import Box, whole
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.manifest import Manifest, Stored, TensorEntry
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.checkpoint.sharded import reader
-from paceline.checkpoint.sharded.planner import StateSavePlanner, object_bytes
-from paceline.checkpoint.sharded.plans import BoxKey, Given, read_plan, shared_out
+from paceline.checkpoint.sharded.dcp_planner import StateSavePlanner, object_bytes
+from paceline.checkpoint.sharded.save_plan import BoxKey, Given, read_plan, shared_out
 from paceline.errors import CheckpointError
 
 

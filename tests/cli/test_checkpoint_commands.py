@@ -19,9 +19,9 @@ from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.listing import list_checkpoints
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import RankState, whole_part
-from paceline.checkpoint.sharded.save import save
+from paceline.checkpoint.memory.snapshots import MemoryTier
+from paceline.checkpoint.rank_state import RankState, whole_part
+from paceline.checkpoint.sharded.save_load import save
 from paceline.cli import main
 
 Answer = tuple[int, str, str]

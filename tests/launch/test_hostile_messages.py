@@ -18,7 +18,7 @@ import pytest
 from node_cases import wait_for
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from paceline.checkpoint.memory.background import Worker
+from paceline.checkpoint.memory.background_thread import Worker
 from paceline.cli.train_nodes import Nodes
 from paceline.diagnose.hangs import stand_in
 from paceline.diagnose.hangs.board import Board

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.blocks import BlockReader, Damage, file_damages
+from paceline.checkpoint.block_reader import BlockReader, Damage, file_damages
 from paceline.checkpoint.digests import Digest
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
 from paceline.checkpoint.manifest_fields import MOST_BYTES, too_large

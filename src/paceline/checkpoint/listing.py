@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.checkpoint import manifest_fields as fields
 from paceline.checkpoint.digests import Digest
-from paceline.checkpoint.finding import locate
+from paceline.checkpoint.locate import locate
 from paceline.checkpoint.manifest import NAME, checked_body, file_from_json
 from paceline.checkpoint.names import is_old, step_of
 from paceline.checkpoint.storage.local import LocalStorage, Storage

@@ -14,7 +14,7 @@ from paceline.track.pace import count, duration, plural, size
 from paceline.untrusted import printable
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.blocks import Damage
+    from paceline.checkpoint.block_reader import Damage
     from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.diff import Difference
     from paceline.checkpoint.manifest import Manifest, TensorEntry

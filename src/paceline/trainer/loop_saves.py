@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.sharded.saver import Outcome
+from paceline.checkpoint.sharded.async_saver import Outcome
 from paceline.engine.late import LAG
 from paceline.errors import CheckpointError, NotSaved
 from paceline.events import CheckpointFailed, CheckpointSaved, Note

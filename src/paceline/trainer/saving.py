@@ -22,13 +22,13 @@ from paceline.checkpoint.best import best_info
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.digests import Digest, make_digest
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.ladder import Rung, Tried, climb
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
-from paceline.checkpoint.memory.recall import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import Part, RankState, whole_part
+from paceline.checkpoint.memory.find import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
+from paceline.checkpoint.memory.snapshots import MemoryTier
+from paceline.checkpoint.rank_state import Part, RankState, whole_part
+from paceline.checkpoint.restore_order import Rung, Tried, climb
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.sharded.saver import Outcome, Saver
+from paceline.checkpoint.sharded.async_saver import Outcome, Saver
 from paceline.data import Loader
 from paceline.engine import Engine
 from paceline.engine.parts import as_part, empty_for

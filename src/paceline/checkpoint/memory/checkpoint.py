@@ -16,14 +16,14 @@ from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.hashing import BlockHasher
 from paceline.checkpoint.manifest import Manifest, ObjectEntry
-from paceline.checkpoint.memory.files import fetched_path
 from paceline.checkpoint.memory.nodes import Nodes
 from paceline.checkpoint.memory.open_files import OpenFiles
-from paceline.checkpoint.memory.recall_plan import Blocks, Transfer, needed, transfers
+from paceline.checkpoint.memory.segment_files import fetched_path
+from paceline.checkpoint.memory.transfer_plan import Blocks, Transfer, needed, transfers
 from paceline.checkpoint.names import name_of
-from paceline.checkpoint.part import Part
-from paceline.checkpoint.sharded import meeting
-from paceline.checkpoint.sharded.save import load
+from paceline.checkpoint.rank_state import Part
+from paceline.checkpoint.sharded import agreement
+from paceline.checkpoint.sharded.save_load import load
 from paceline.checkpoint.storage.local import explained
 from paceline.errors import CheckpointError
 
@@ -81,7 +81,7 @@ class MemoryCheckpoint(Checkpoint):
         self._files.add_bytes(f"{self.name}/{_OBJECTS}", bytes(together))
 
     def load(self, parts: Mapping[str, Part]) -> None:
-        """Fill the memory of ``parts``, as :func:`save.load` does. Called by all ranks."""
+        """Fill the memory of ``parts``, as :func:`save_load.load` does. Called by all ranks."""
         self.bring(parts)
         load(self, parts, self._nodes.group)
 
@@ -93,7 +93,7 @@ class MemoryCheckpoint(Checkpoint):
             had = self._fetched.get(file, frozenset())
             if self._sources[file].path is None and blocks - had:
                 wanted[file] = blocks | had
-        met = meeting.gather((wanted, secrets.token_hex(4)), nodes.group)
+        met = agreement.gather((wanted, secrets.token_hex(4)), nodes.group)
         holders = {file: source.nodes for file, source in self._sources.items()}
         plan = transfers([theirs for theirs, _ in met], nodes.ranks, holders, files)
         paths = {
@@ -103,14 +103,14 @@ class MemoryCheckpoint(Checkpoint):
         }
         arriving = _Arriving({f: (path, files[f].size) for f, path in paths.items()})
         try:
-            meeting.agree(self._move(plan, arriving), nodes.group)
+            agreement.agree(self._move(plan, arriving), nodes.group)
             problem = None
             try:
                 for file, path in paths.items():
                     self._files.add(f"{self.name}/{file}", path, files[file].size)
             except CheckpointError as error:
                 problem = str(error)
-            meeting.agree(problem, nodes.group)
+            agreement.agree(problem, nodes.group)
         finally:
             arriving.unlink()  # who has it open keeps it; nothing stays behind whatever happens
         for rank in nodes.ranks[nodes.here]:
@@ -124,7 +124,7 @@ class MemoryCheckpoint(Checkpoint):
             if rank not in (one.source, one.target):
                 continue
             data = torch.empty(one.end - one.start, dtype=torch.uint8)
-            with meeting.answered("bringing a snapshot from another node"):
+            with agreement.answered("bringing a snapshot from another node"):
                 try:
                     if rank == one.source:
                         self._read(one, data)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.checkpoint.sharded import meeting
+from paceline.checkpoint.sharded import agreement
 from paceline.checkpoint.storage.local import explained
 from paceline.errors import CheckpointError
 
@@ -57,10 +57,10 @@ def meet(
         memory = _memory_id(Path(root))
     except CheckpointError as error:
         problem = problem or str(error)
-    met = meeting.gather((memory, problem), group)
-    if (found := meeting.named([theirs for _, theirs in met])) is not None:
+    met = agreement.gather((memory, problem), group)
+    if (found := agreement.named([theirs for _, theirs in met])) is not None:
         raise CheckpointError(found)
-    return Nodes(_together([memory for memory, _ in met]), meeting.rank_in(group), group)
+    return Nodes(_together([memory for memory, _ in met]), agreement.rank_in(group), group)
 
 
 def partners(nodes: Sequence[Sequence[int]]) -> list[int | None]:

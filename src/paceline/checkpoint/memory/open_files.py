@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.checkpoint.digests import XXH3, Digest
-from paceline.checkpoint.memory.private import open_private
+from paceline.checkpoint.memory.private_files import open_private
 from paceline.checkpoint.storage.local import ReadableFile, Storage, explained
 from paceline.errors import CheckpointError
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from paceline.checkpoint.part import Part, RankState
-from paceline.checkpoint.sharded import meeting
-from paceline.checkpoint.sharded.share import Share, plan_share
+from paceline.checkpoint.rank_state import Part, RankState
+from paceline.checkpoint.sharded import agreement
+from paceline.checkpoint.sharded.write_share import Share, plan_share
 
 
 class OwnShare:
@@ -26,11 +26,11 @@ class OwnShare:
         Where the ranks find no plan it is all of ``state``: the save will say why. Raises
         ``CheckpointError`` where a rank does not answer.
         """
-        if meeting.size_of(self._group) == 1:
+        if agreement.size_of(self._group) == 1:
             return state
         # Objects are given by one rank each, and change their size from save to save.
         tensors = RankState(state.tensors)
-        if meeting.any_of([not self._fits(tensors)], self._group)[0]:
+        if agreement.any_of([not self._fits(tensors)], self._group)[0]:
             self._share = None
             self._share, _ = plan_share(step, tensors, "", self._group)
         if self._share is None:

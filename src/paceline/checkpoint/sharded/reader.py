@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from paceline.checkpoint import boxes
-from paceline.checkpoint.blocks import BlockReader, Target
+from paceline.checkpoint.block_reader import BlockReader, Target
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.manifest import BLOCK, Stored
-from paceline.checkpoint.sharded.plans import flat
-from paceline.checkpoint.sharded.together import travelling
+from paceline.checkpoint.sharded.dcp_errors import travelling
+from paceline.checkpoint.sharded.save_plan import flat
 
 _WINDOW = 8 * BLOCK
 """What cannot be read to where it belongs is read this much at a time, and copied from there."""

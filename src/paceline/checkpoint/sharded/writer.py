@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.blocks import file_damages
+from paceline.checkpoint.block_reader import file_damages
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.hashing import BlockHasher, hashed
 from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.sharded.plans import Tensors, aligned, box_of, bytes_of, flat
-from paceline.checkpoint.sharded.together import travelling
+from paceline.checkpoint.sharded.dcp_errors import travelling
+from paceline.checkpoint.sharded.save_plan import Tensors, aligned, box_of, bytes_of, flat
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.digests import XXH3, Digest
-from paceline.checkpoint.storage.explaining import explained as explained
+from paceline.checkpoint.storage.os_errors import explained as explained
 from paceline.errors import CheckpointError, StorageError
 from paceline.untrusted import MIB, NotReadable, open_descriptor
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from paceline.checkpoint.storage.local import Storage
-from paceline.checkpoint.storage.locking import (
+from paceline.checkpoint.storage.lock import (
     BEAT_S,
     NAME,
     FolderLock,

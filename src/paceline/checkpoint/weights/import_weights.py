@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.digests import with_key
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import Part, RankState, whole_part
-from paceline.checkpoint.sharded.save import save
+from paceline.checkpoint.rank_state import Part, RankState, whole_part
+from paceline.checkpoint.sharded.save_load import save
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.checkpoint.weights.export_config import INFO_KEY
-from paceline.checkpoint.weights.sources import Source, read_source
+from paceline.checkpoint.weights.weight_files import Source, read_source
 from paceline.errors import CheckpointError
 
 _SMALL = 1024 * 1024

@@ -9,9 +9,9 @@ import torch
 
 from checkpoint.state_cases import DTYPES, part_of, random_tensor, same_bits, spread
 from paceline.checkpoint.boxes import whole
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
-from paceline.checkpoint.sharded import snapshot as snapshots
-from paceline.checkpoint.sharded.snapshot import Snapshot
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
+from paceline.checkpoint.sharded import host_copy as snapshots
+from paceline.checkpoint.sharded.host_copy import Snapshot
 from paceline.errors import CheckpointError
 
 

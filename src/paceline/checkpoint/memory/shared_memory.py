@@ -1,4 +1,4 @@
-"""Segments of shared memory, mapped into the process that writes them. See ``memory_files``."""
+"""Segments of shared memory, mapped into the process that writes them. See ``segment_files``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.digests import XXH3, Digest
-from paceline.checkpoint.memory.files import SlotName, remove_files, step_in
-from paceline.checkpoint.sharded.snapshot import pin_memory
+from paceline.checkpoint.memory.segment_files import SlotName, remove_files, step_in
+from paceline.checkpoint.sharded.host_copy import pin_memory
 from paceline.checkpoint.storage.local import LocalStorage, explained
 from paceline.errors import CheckpointError
 
@@ -90,7 +90,7 @@ class Segment:
             self._index = index
 
     def commit(self, header: bytes) -> None:
-        """Make the segment count; ``header`` is what ``files.make_header`` made."""
+        """Make the segment count; ``header`` is what ``segment_files.make_header`` made."""
         with explained("write", str(self._path)):
             if os.stat(self._path).st_ino != self._inode:
                 raise FileNotFoundError(f"{self._path} is another file than it was")

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.part import RankState
-from paceline.checkpoint.sharded import meeting
-from paceline.checkpoint.sharded.planner import StateSavePlanner, object_bytes
-from paceline.checkpoint.sharded.plans import aligned, box_of, bytes_of
+from paceline.checkpoint.rank_state import RankState
+from paceline.checkpoint.sharded import agreement
+from paceline.checkpoint.sharded.dcp_planner import StateSavePlanner, object_bytes
+from paceline.checkpoint.sharded.save_plan import aligned, box_of, bytes_of
 from paceline.errors import CheckpointError
 
 
@@ -85,8 +85,8 @@ def plan_share(
         mine: SavePlan | str = planner.create_local_plan()
     except CheckpointError as error:
         mine = str(error)
-    given = meeting.collect(mine, group)
-    answer = meeting.hand_out(None if given is None else _share_out(planner, given), group)
+    given = agreement.collect(mine, group)
+    answer = agreement.hand_out(None if given is None else _share_out(planner, given), group)
     if isinstance(answer, str):
         return None, answer
     return Share(state, planner.finish_plan(answer).items, file), None
@@ -126,7 +126,7 @@ def _share_out(
     planner: StateSavePlanner, given: Sequence[SavePlan | str]
 ) -> Sequence[SavePlan | str]:
     """By rank, its share of the plan; the same text for all where something is wrong."""
-    problem = meeting.named([one if isinstance(one, str) else None for one in given])
+    problem = agreement.named([one if isinstance(one, str) else None for one in given])
     if problem is None:
         try:
             return planner.create_global_plan([one for one in given if isinstance(one, SavePlan)])[

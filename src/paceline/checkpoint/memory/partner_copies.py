@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.checkpoint import memory_of
-from paceline.checkpoint.memory.segment import Slots
-from paceline.checkpoint.sharded.meeting import answered
+from paceline.checkpoint.memory.shared_memory import Slots
+from paceline.checkpoint.sharded.agreement import answered
 from paceline.errors import CheckpointError
 
 _CHUNK = 256 * 1024 * 1024

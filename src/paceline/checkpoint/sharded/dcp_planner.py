@@ -1,4 +1,4 @@
-"""The planners that torch.distributed.checkpoint asks; what they answer is in ``plans``."""
+"""The planners that torch.distributed.checkpoint asks; what they answer is in ``save_plan``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.planner import (
 
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.part import Part, RankState
-from paceline.checkpoint.sharded.plans import (
+from paceline.checkpoint.rank_state import Part, RankState
+from paceline.checkpoint.sharded.dcp_errors import travelling
+from paceline.checkpoint.sharded.save_plan import (
     BoxKey,
     Given,
     Tensors,
@@ -34,7 +35,6 @@ from paceline.checkpoint.sharded.plans import (
     shared_out,
     tensor_item,
 )
-from paceline.checkpoint.sharded.together import travelling
 from paceline.errors import CheckpointError
 
 _PLAIN = "Let it hold tensors, numbers, strings, lists and dicts only. Nothing was written."

@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import RankState
+from paceline.checkpoint.rank_state import RankState
 from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.sharded.host_copy import Snapshot
 from paceline.checkpoint.sharded.own_share import OwnShare
-from paceline.checkpoint.sharded.save import save_measured
-from paceline.checkpoint.sharded.snapshot import Snapshot
+from paceline.checkpoint.sharded.save_load import save_measured
 from paceline.errors import CheckpointError
 
 _AT_EXIT_S = 10.0

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 from paceline.checkpoint.boxes import Box, overlap
 from paceline.checkpoint.checkpoint import dtype_of
 from paceline.checkpoint.manifest import Manifest, TensorEntry
-from paceline.checkpoint.part import Part, Piece
+from paceline.checkpoint.rank_state import Part, Piece
 from paceline.errors import CheckpointError
 
 Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]

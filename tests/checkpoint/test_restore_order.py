@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.checkpoint.ladder import Rung, Tried, climb
+from paceline.checkpoint.restore_order import Rung, Tried, climb
 from paceline.errors import CheckpointError
 
 OWN, PARTNER, DISK = "own memory", "partner memory", "checkpoint"

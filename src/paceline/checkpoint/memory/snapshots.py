@@ -23,8 +23,10 @@ from paceline.checkpoint.checkpoint import memory_of
 from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.hashing import hash_blocks
 from paceline.checkpoint.manifest import BLOCK, FileEntry, Manifest
-from paceline.checkpoint.memory.background import Worker
-from paceline.checkpoint.memory.files import (
+from paceline.checkpoint.memory.background_thread import Worker
+from paceline.checkpoint.memory.nodes import Nodes, meet, partners
+from paceline.checkpoint.memory.partner_copies import Copies, as_tensor
+from paceline.checkpoint.memory.segment_files import (
     COPY,
     OWN,
     ROOT,
@@ -39,13 +41,11 @@ from paceline.checkpoint.memory.files import (
     remove_temporary,
     step_in,
 )
-from paceline.checkpoint.memory.nodes import Nodes, meet, partners
-from paceline.checkpoint.memory.partner import Copies, as_tensor
-from paceline.checkpoint.memory.segment import Segment, Slots
-from paceline.checkpoint.part import RankState
-from paceline.checkpoint.sharded import meeting
-from paceline.checkpoint.sharded.share import Share, check_loadable, object_texts, plan_share
-from paceline.checkpoint.sharded.snapshot import copy_all
+from paceline.checkpoint.memory.shared_memory import Segment, Slots
+from paceline.checkpoint.rank_state import RankState
+from paceline.checkpoint.sharded import agreement
+from paceline.checkpoint.sharded.host_copy import copy_all
+from paceline.checkpoint.sharded.write_share import Share, check_loadable, object_texts, plan_share
 from paceline.errors import CheckpointError
 
 
@@ -95,7 +95,7 @@ class MemoryTier:
         digest: Digest = XXH3,
     ) -> None:
         self._run, self._root, self._digest = run, root, digest
-        self._rank, self._size = meeting.rank_in(group), meeting.size_of(group)
+        self._rank, self._size = agreement.rank_in(group), agreement.size_of(group)
         self._group = group
         self._identity = identity
         self._folder = folder_of(run, root)
@@ -122,7 +122,7 @@ class MemoryTier:
         self._in_flight = False
         self._problem: str | None = None
         self._count = 0
-        self._token = meeting.gather(secrets.token_hex(4), group)[0]
+        self._token = agreement.gather(secrets.token_hex(4), group)[0]
         self._closed = False
 
     @property
@@ -226,7 +226,7 @@ class MemoryTier:
         target = self._own.other if self._in_flight else self._own.spare
         crowded = share is not None and not target.has_room(share.place(objects)[1])
         flags = [share is None, crowded, problem is not None, self._problem is not None]
-        changed, crowded, refused, failed = meeting.any_of(flags, self._group)
+        changed, crowded, refused, failed = agreement.any_of(flags, self._group)
         if self._in_flight and not failed:
             self._count_as_whole()
         self._in_flight = False
@@ -245,7 +245,7 @@ class MemoryTier:
                 self._own.spare.reserve(share.place(objects)[1], pin=share.on_cuda)
             except CheckpointError as error:
                 problem = str(error)
-            meeting.agree(problem, self._group)
+            agreement.agree(problem, self._group)
         return share
 
     def _copy(
@@ -282,7 +282,7 @@ class MemoryTier:
                 segment.close()
             self._views.clear()
         self._problem = None
-        raise CheckpointError(meeting.named(meeting.gather(mine, self._group)) or "")
+        raise CheckpointError(agreement.named(agreement.gather(mine, self._group)) or "")
 
     def _views_of(self, segment: Segment, share: Share) -> Sequence[Tensor]:
         memory, views = self._views.get(segment, (None, []))

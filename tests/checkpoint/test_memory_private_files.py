@@ -14,10 +14,16 @@ import torch
 
 import paceline
 from paceline import events
-from paceline.checkpoint.memory.files import ROOT, folder_of, free_run, make_folder, segments
-from paceline.checkpoint.memory.recall import find_in_memory
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import RankState, whole_part
+from paceline.checkpoint.memory.find import find_in_memory
+from paceline.checkpoint.memory.segment_files import (
+    ROOT,
+    folder_of,
+    free_run,
+    make_folder,
+    segments,
+)
+from paceline.checkpoint.memory.snapshots import MemoryTier
+from paceline.checkpoint.rank_state import RankState, whole_part
 from paceline.errors import CheckpointError
 
 RUN = "run"

@@ -19,7 +19,7 @@ import xxhash
 
 from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.memory.private import check_private, is_private, read_private
+from paceline.checkpoint.memory.private_files import check_private, is_private, read_private
 from paceline.checkpoint.storage.local import TEMPORARY, LocalStorage, explained
 from paceline.errors import CheckpointError
 

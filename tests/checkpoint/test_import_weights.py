@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.weights.export import export_hf, export_safetensors, export_torch
-from paceline.checkpoint.weights.importing import import_weights
+from paceline.checkpoint.weights.import_weights import import_weights
 from paceline.errors import CheckpointError
 
 ROWS = torch.zeros(2**17)

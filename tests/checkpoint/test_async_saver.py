@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.sharded import own_share
-from paceline.checkpoint.sharded.saver import Outcome, Saver
+from paceline.checkpoint.sharded.async_saver import Outcome, Saver
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError, RankFailed, StorageError
 
@@ -322,9 +322,9 @@ _ENDS = """
 import datetime, os, signal, sys, time
 import torch
 import torch.distributed as dist
-from paceline.checkpoint.sharded import saver as savers
+from paceline.checkpoint.sharded import async_saver as savers
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import RankState, whole_part
+from paceline.checkpoint.rank_state import RankState, whole_part
 
 where, rank = sys.argv[1], int(sys.argv[2])
 group = None

@@ -21,13 +21,13 @@ from checkpoint.memory_cases import (
 )
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.manifest import FileEntry, Manifest, Stored, TensorEntry
-from paceline.checkpoint.memory import tier as memory
-from paceline.checkpoint.memory.files import folder_of, free_run, make_folder, segments
+from paceline.checkpoint.memory import snapshots as memory
+from paceline.checkpoint.memory.find import find_in_memory
 from paceline.checkpoint.memory.nodes import partners
-from paceline.checkpoint.memory.recall import find_in_memory
-from paceline.checkpoint.memory.recall_plan import Transfer, needed, transfers
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.memory.segment_files import folder_of, free_run, make_folder, segments
+from paceline.checkpoint.memory.snapshots import MemoryTier
+from paceline.checkpoint.memory.transfer_plan import Transfer, needed, transfers
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.errors import CheckpointError
 
 RUN = "run"

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import Part, RankState
-from paceline.checkpoint.sharded.planner import PartsLoadPlanner, StateSavePlanner
+from paceline.checkpoint.rank_state import Part, RankState
+from paceline.checkpoint.sharded.dcp_errors import RanksFailed, together
+from paceline.checkpoint.sharded.dcp_planner import PartsLoadPlanner, StateSavePlanner
 from paceline.checkpoint.sharded.reader import PartsReader
-from paceline.checkpoint.sharded.together import RanksFailed, together
 from paceline.checkpoint.sharded.writer import StateWriter
 from paceline.errors import CheckpointError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.checkpoint.boxes import Box, overlap
 from paceline.checkpoint.manifest import FileEntry, Manifest, Stored, TensorEntry
-from paceline.checkpoint.part import Part
+from paceline.checkpoint.rank_state import Part
 
 Blocks = dict[str, frozenset[int]]
 """Numbers of blocks by file."""

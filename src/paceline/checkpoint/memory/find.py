@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.checkpoint.blocks import file_damages
+from paceline.checkpoint.block_reader import file_damages
 from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.manifest import Manifest, TensorEntry
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint, Source
-from paceline.checkpoint.memory.files import (
+from paceline.checkpoint.memory.nodes import Nodes, meet
+from paceline.checkpoint.memory.open_files import OpenFiles
+from paceline.checkpoint.memory.segment_files import (
     OWN,
     ROOT,
     Header,
@@ -22,10 +24,8 @@ from paceline.checkpoint.memory.files import (
     headers_in,
     read_index,
 )
-from paceline.checkpoint.memory.nodes import Nodes, meet
-from paceline.checkpoint.memory.open_files import OpenFiles
-from paceline.checkpoint.memory.recall_plan import merged
-from paceline.checkpoint.sharded import meeting
+from paceline.checkpoint.memory.transfer_plan import merged
+from paceline.checkpoint.sharded import agreement
 from paceline.errors import CheckpointError
 
 OWN_MEMORY, PARTNER_MEMORY = "own memory", "partner memory"
@@ -131,7 +131,7 @@ class HeldSnapshot:
             if self.nodes.is_mine(offer.node, number)
         }
         found: dict[int, _Checked] = {}
-        for theirs in meeting.gather(mine, self.nodes.group):
+        for theirs in agreement.gather(mine, self.nodes.group):
             found |= theirs
         return [found[number] for number in range(len(offers))]
 
@@ -167,7 +167,7 @@ def snapshots_in_memory(
     if nodes.is_first_here:
         mine = headers_in(folder, identity, digest)
     offers: dict[tuple[int, str], list[Offer]] = {}
-    for rank, (headers, problems) in enumerate(meeting.gather(mine, group)):
+    for rank, (headers, problems) in enumerate(agreement.gather(mine, group)):
         node = next(number for number, ranks in enumerate(nodes.ranks) if rank in ranks)
         for header in headers:
             offers.setdefault((header.step, header.snapshot), []).append(Offer(node, header))
