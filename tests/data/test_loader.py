@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from paceline.data import Loader, Order, Share, loader, share
-from paceline.data.mapped import Fetcher, Request
+from paceline.data.map_dataset import Fetcher, Request
 from paceline.errors import DataError
 
 

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 import torch
 
-from paceline.data.compare import Comparison
-from paceline.data.origin import check_shares, remember
-from paceline.data.rank_streams import RankStreamSource
-from paceline.data.slices import Cut, Share
-from paceline.data.source import Place, Reader, Source
+from paceline.data.batch_layout import check_shares, remember
+from paceline.data.batch_shares import Cut, Share
+from paceline.data.rank_comparison import Comparison
+from paceline.data.rank_sharded_stream import RankStreamSource
+from paceline.data.sample_source import Place, Reader, Source
 from paceline.errors import DataError, UnknownLength
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes

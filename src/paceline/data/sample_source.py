@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, default_collate
 
-from paceline.data.compare import Drawn, Reread
-from paceline.data.slices import Cut, steps_per_epoch
+from paceline.data.batch_shares import Cut, steps_per_epoch
+from paceline.data.rank_comparison import Drawn, Reread
 
 Collate = Callable[[list[Any]], Any]
 

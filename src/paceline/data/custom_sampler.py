@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from paceline.data.compare import Drawn
-from paceline.data.mapped import MapSource, Request
-from paceline.data.prints import INDICES, Leaf, digest
+from paceline.data.batch_shares import Cut
+from paceline.data.fingerprints import INDICES, Leaf, digest
+from paceline.data.map_dataset import MapSource, Request
 from paceline.data.randomness import Stream, seed_for
-from paceline.data.slices import Cut
-from paceline.data.source import Fetching, Place
+from paceline.data.rank_comparison import Drawn
+from paceline.data.sample_source import Fetching, Place
 from paceline.errors import DataError
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
 from paceline.data import loader
-from paceline.data.batches import count_rows, cut_rows, empty_batch
+from paceline.data.batch_slicing import count_rows, cut_rows, empty_batch
 from paceline.errors import DataError
 
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.prints import digest, digest_of, print_of
+from paceline.data.batch_shares import Cut
+from paceline.data.fingerprints import digest, digest_of, print_of
+from paceline.data.iterable_dataset import collated
 from paceline.data.randomness import Stream, seed_for
-from paceline.data.slices import Cut
-from paceline.data.source import Delivery, Fetching, Place, Reader, Source, read_through
-from paceline.data.streams import collated
+from paceline.data.sample_source import Delivery, Fetching, Place, Reader, Source, read_through
 from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.world import World

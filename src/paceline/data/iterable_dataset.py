@@ -16,13 +16,21 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.batches import count_rows, cut_rows, empty_batch
-from paceline.data.compare import READINGS, Drawn, Reread, reread_of
-from paceline.data.prints import Print, print_of
+from paceline.data.batch_shares import Cut
+from paceline.data.batch_slicing import count_rows, cut_rows, empty_batch
+from paceline.data.custom_sampler import length
+from paceline.data.fingerprints import Print, print_of
 from paceline.data.randomness import Stream, isolated, seed_all, seed_for
-from paceline.data.sampled import length
-from paceline.data.slices import Cut
-from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source, read_through
+from paceline.data.rank_comparison import READINGS, Drawn, Reread, reread_of
+from paceline.data.sample_source import (
+    Collate,
+    Delivery,
+    Fetching,
+    Place,
+    Reader,
+    Source,
+    read_through,
+)
 from paceline.errors import DataError
 
 _COMPARED = 4

@@ -15,7 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from paceline.data.prints import INDICES, Leaf, Print, but, differing, digest, digest_of, is_among
+from paceline.data.fingerprints import (
+    INDICES,
+    Leaf,
+    Print,
+    but,
+    differing,
+    digest,
+    digest_of,
+    is_among,
+)
 from paceline.errors import DataError
 from paceline.world import World, collectives
 from paceline.world.agreement import meet

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.data.batches import empty_batch
-from paceline.data.compare import READINGS, Drawn, Reread, reread_of
-from paceline.data.order import Order
-from paceline.data.prints import print_of
+from paceline.data.batch_shares import Cut
+from paceline.data.batch_slicing import empty_batch
+from paceline.data.fingerprints import print_of
 from paceline.data.randomness import (
     Numbers,
     isolated,
@@ -26,8 +25,17 @@ from paceline.data.randomness import (
     seed_all,
     seed_for,
 )
-from paceline.data.slices import Cut
-from paceline.data.source import Collate, Delivery, Fetching, Place, Reader, Source, read_through
+from paceline.data.rank_comparison import READINGS, Drawn, Reread, reread_of
+from paceline.data.sample_source import (
+    Collate,
+    Delivery,
+    Fetching,
+    Place,
+    Reader,
+    Source,
+    read_through,
+)
+from paceline.data.shuffle_order import Order
 from paceline.errors import DataError
 
 # Indices are drawn for many steps at a time: the order's cost is per call, hardly per index.

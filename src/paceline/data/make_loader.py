@@ -17,15 +17,15 @@ from torch.utils.data import (
     default_collate,
 )
 
+from paceline.data.batch_shares import Cut
 from paceline.data.checks import check_rank, whole_number
+from paceline.data.custom_sampler import SamplerSource, length
+from paceline.data.iterable_dataset import BatchSource, StreamSource
 from paceline.data.loader import Loader, Sharing
-from paceline.data.mapped import OrderSource
-from paceline.data.order import Order
-from paceline.data.rank_streams import RankStreamSource
-from paceline.data.sampled import SamplerSource, length
-from paceline.data.slices import Cut
-from paceline.data.source import Collate, Fetching, Source
-from paceline.data.streams import BatchSource, StreamSource
+from paceline.data.map_dataset import OrderSource
+from paceline.data.rank_sharded_stream import RankStreamSource
+from paceline.data.sample_source import Collate, Fetching, Source
+from paceline.data.shuffle_order import Order
 from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
