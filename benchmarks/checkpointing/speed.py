@@ -25,7 +25,7 @@ from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.hashing import BlockHasher, hashed
 from paceline.checkpoint.sharded.async_saver import Saver
 from paceline.checkpoint.sharded.save_load import load, save
-from paceline.checkpoint.storage.local import open_storage
+from paceline.checkpoint.storage.open import open_storage
 
 DROP = Path("/proc/sys/vm/drop_caches")
 Times = dict[str, list[float]]

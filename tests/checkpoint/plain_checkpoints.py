@@ -15,7 +15,7 @@ from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.hashing import BlockHasher, hashed
 from paceline.checkpoint.manifest import BLOCK, Manifest, ObjectEntry, Stored, TensorEntry
 from paceline.checkpoint.names import name_of
-from paceline.checkpoint.storage.local import Storage
+from paceline.checkpoint.storage.storage import Storage
 
 SMALL_BLOCK = 64
 """So small that a file of a few hundred bytes has many."""

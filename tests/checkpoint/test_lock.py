@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.storage.lock import FolderLock
+from paceline.checkpoint.storage.lock_holder import FolderLock
 from paceline.errors import CheckpointError, StorageError
 
 BEAT = 0.05

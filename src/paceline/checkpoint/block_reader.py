@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.hashing import BlockHasher
 from paceline.checkpoint.manifest import FileEntry
-from paceline.checkpoint.storage.local import ReadableFile, ScatteringFile, Storage
+from paceline.checkpoint.storage.storage import ReadableFile, ScatteringFile, Storage
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 
 Target = tuple[int, memoryview]

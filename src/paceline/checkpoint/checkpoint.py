@@ -27,7 +27,8 @@ from paceline.checkpoint.digests import Digest
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
 from paceline.checkpoint.manifest_fields import MOST_BYTES, too_large
 from paceline.checkpoint.names import step_of
-from paceline.checkpoint.storage.local import Storage, open_storage
+from paceline.checkpoint.storage.open import open_storage
+from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import CheckpointDamaged, CheckpointError, KeyNeeded, StorageError
 
 _MOST_OPEN = 8

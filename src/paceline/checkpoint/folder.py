@@ -12,8 +12,10 @@ from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.names import is_old, name_of, step_of
 from paceline.checkpoint.retention import Entry, Keep, best_step, to_delete
-from paceline.checkpoint.storage.local import TEMPORARY, open_storage
-from paceline.checkpoint.storage.lock import BEAT_S, FolderLock, take
+from paceline.checkpoint.storage.lock import take
+from paceline.checkpoint.storage.lock_holder import BEAT_S, FolderLock
+from paceline.checkpoint.storage.open import open_storage
+from paceline.checkpoint.storage.storage import TEMPORARY
 from paceline.errors import CheckpointError
 
 

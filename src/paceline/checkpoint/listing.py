@@ -17,7 +17,8 @@ from paceline.checkpoint.digests import Digest
 from paceline.checkpoint.locate import locate
 from paceline.checkpoint.manifest import NAME, checked_body, file_from_json
 from paceline.checkpoint.names import is_old, step_of
-from paceline.checkpoint.storage.local import LocalStorage, Storage
+from paceline.checkpoint.storage.local import LocalStorage
+from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import CheckpointError, KeyNeeded, StorageError
 
 _ASKED_AT_ONCE = 32

@@ -15,7 +15,8 @@ from paceline.checkpoint.best import Mode
 from paceline.checkpoint.digests import XXH3, Digest, with_key
 from paceline.checkpoint.manifest import NAME
 from paceline.checkpoint.names import is_old, step_of
-from paceline.checkpoint.storage.local import Storage, is_url, open_storage
+from paceline.checkpoint.storage.open import is_url, open_storage
+from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import CheckpointError, ConfigError
 from paceline.launch.run_folder import latest_run
 from paceline.untrusted import MOST_CONFIG_BYTES, read_text

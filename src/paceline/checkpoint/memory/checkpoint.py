@@ -24,7 +24,7 @@ from paceline.checkpoint.names import name_of
 from paceline.checkpoint.rank_state import Part
 from paceline.checkpoint.sharded import agreement
 from paceline.checkpoint.sharded.save_load import load
-from paceline.checkpoint.storage.local import explained
+from paceline.checkpoint.storage.os_errors import explained
 from paceline.errors import CheckpointError
 
 _OBJECTS = "objects.bin"

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from paceline.checkpoint.sharded import agreement
-from paceline.checkpoint.storage.local import explained
+from paceline.checkpoint.storage.os_errors import explained
 from paceline.errors import CheckpointError
 
 _BOOT = "/proc/sys/kernel/random/boot_id"

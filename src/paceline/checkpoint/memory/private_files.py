@@ -12,7 +12,7 @@ import pwd
 import stat
 from pathlib import Path
 
-from paceline.checkpoint.storage.local import explained
+from paceline.checkpoint.storage.os_errors import explained
 from paceline.errors import CheckpointError
 
 

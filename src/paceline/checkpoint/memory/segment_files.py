@@ -20,7 +20,9 @@ import xxhash
 from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.memory.private_files import check_private, is_private, read_private
-from paceline.checkpoint.storage.local import TEMPORARY, LocalStorage, explained
+from paceline.checkpoint.storage.local import LocalStorage
+from paceline.checkpoint.storage.os_errors import explained
+from paceline.checkpoint.storage.storage import TEMPORARY
 from paceline.errors import CheckpointError
 
 ROOT = "/dev/shm"

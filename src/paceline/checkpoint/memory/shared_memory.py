@@ -13,7 +13,8 @@ from torch import Tensor
 from paceline.checkpoint.digests import XXH3, Digest
 from paceline.checkpoint.memory.segment_files import SlotName, remove_files, step_in
 from paceline.checkpoint.sharded.host_copy import pin_memory
-from paceline.checkpoint.storage.local import LocalStorage, explained
+from paceline.checkpoint.storage.local import LocalStorage
+from paceline.checkpoint.storage.os_errors import explained
 from paceline.errors import CheckpointError
 
 _PAGE = mmap.PAGESIZE

@@ -10,8 +10,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from paceline.checkpoint.storage.local import Storage
-from paceline.checkpoint.storage.lock import (
+from paceline.checkpoint.storage.lock_holder import (
     BEAT_S,
     NAME,
     FolderLock,
@@ -21,6 +20,7 @@ from paceline.checkpoint.storage.lock import (
     is_dead,
     parse,
 )
+from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import CheckpointError, StorageError
 
 _PATIENCE = 3  # beats that a holder may miss before it is taken for dead
