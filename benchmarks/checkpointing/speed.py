@@ -20,9 +20,8 @@ from checkpointing.forks import Here
 from checkpointing.rivals import quiet, shards_of
 from checkpointing.states import Shapes, own_rows, state_of
 from paceline.checkpoint.checkpoint import memory_of
-from paceline.checkpoint.digests import XXH3, Digest, make_digest, with_key
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.hashing import BlockHasher, hashed
+from paceline.checkpoint.hashing import XXH3, BlockHasher, Digest, hashed, make_digest, with_key
 from paceline.checkpoint.sharded.async_saver import Saver
 from paceline.checkpoint.sharded.save_load import load, save
 from paceline.checkpoint.storage.open import open_storage

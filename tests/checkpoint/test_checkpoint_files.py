@@ -26,8 +26,15 @@ from paceline.checkpoint.block_reader import BlockReader
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.names import name_of, step_of
+from paceline.checkpoint.hashing import FileEntry
+from paceline.checkpoint.manifest import (
+    Manifest,
+    ObjectEntry,
+    Stored,
+    TensorEntry,
+    name_of,
+    step_of,
+)
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]

@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.digests import Digest, make_digest, read_key, with_key
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.hashing import BlockHasher, hash_blocks
+from paceline.checkpoint.hashing import (
+    BlockHasher,
+    Digest,
+    hash_blocks,
+    make_digest,
+    read_key,
+    with_key,
+)
 from paceline.checkpoint.listing import list_checkpoints
 from paceline.checkpoint.locate import find_checkpoint
 from paceline.checkpoint.manifest import Manifest

@@ -20,7 +20,8 @@ from checkpoint.memory_cases import (
     take,
 )
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.manifest import FileEntry, Manifest, Stored, TensorEntry
+from paceline.checkpoint.hashing import FileEntry
+from paceline.checkpoint.manifest import Manifest, Stored, TensorEntry
 from paceline.checkpoint.memory import snapshots as memory
 from paceline.checkpoint.memory.find import find_in_memory
 from paceline.checkpoint.memory.nodes import partners

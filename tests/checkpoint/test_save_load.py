@@ -29,8 +29,7 @@ from checkpoint.state_cases import (
 )
 from paceline.checkpoint.boxes import Box, whole
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.hashing import BlockHasher
-from paceline.checkpoint.manifest import BLOCK
+from paceline.checkpoint.hashing import BLOCK, BlockHasher
 from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.checkpoint.sharded import writer
 from paceline.checkpoint.sharded.save_load import load, save

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from paceline.checkpoint.digests import XXH3, Digest
-from paceline.checkpoint.hashing import BlockHasher
-from paceline.checkpoint.manifest import FileEntry
+from paceline.checkpoint.hashing import XXH3, BlockHasher, Digest, FileEntry
 from paceline.checkpoint.storage.storage import ReadableFile, ScatteringFile, Storage
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 

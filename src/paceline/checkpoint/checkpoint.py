@@ -21,12 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.block_reader import BlockReader, Damage, file_damages
-from paceline.checkpoint.digests import Digest
-from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
+from paceline.checkpoint.hashing import Digest
+from paceline.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    ObjectEntry,
+    Stored,
+    TensorEntry,
+    step_of,
+)
 from paceline.checkpoint.manifest_fields import MOST_BYTES, too_large
-from paceline.checkpoint.names import step_of
 from paceline.checkpoint.storage.open import open_storage
 from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import CheckpointDamaged, CheckpointError, KeyNeeded, StorageError
@@ -68,13 +73,12 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> Manifest:
         """What it holds, read once. Raises where it is missing, damaged or another one's."""
-        path = f"{self.name}/{manifests.NAME}"
+        path = f"{self.name}/{MANIFEST}"
         where = self.storage.full(path)
         size = self.storage.size(path)
         if size is None:
             raise CheckpointDamaged(
-                f"{self.path} holds no {manifests.NAME}: it is no checkpoint, or was never "
-                "finished."
+                f"{self.path} holds no {MANIFEST}: it is no checkpoint, or was never finished."
             )
         if size > MOST_BYTES:
             raise CheckpointDamaged(too_large(where, size))
@@ -112,9 +116,9 @@ class Checkpoint:
         except StorageError as error:
             if not error.unreadable:
                 raise
-            return [Damage(manifests.NAME, str(error))]
+            return [Damage(MANIFEST, str(error))]
         except CheckpointError as error:
-            return [Damage(manifests.NAME, str(error))]
+            return [Damage(MANIFEST, str(error))]
         chosen = [file for file in entries if files is None or file in files]
         turn, stopped = threading.Lock(), threading.Event()
 
@@ -270,7 +274,7 @@ def _contradiction(found: Manifest, step: int | None) -> str | None:
     if step is not None and found.step != step:
         return f"it is that of another checkpoint: expected step {step}, found step {found.step}"
     for name, entry in found.files.items():
-        if name in ("", manifests.NAME) or name.startswith(".") or {*name} & {*"/\\\0"}:
+        if name in ("", MANIFEST) or name.startswith(".") or {*name} & {*"/\\\0"}:
             return f"file name {name!r} does not stay in this folder"
         if entry.block < 1 or len(entry.hashes) != -(-entry.size // entry.block):
             return f"{name} of {entry.size} bytes has {len(entry.hashes)} hashes"

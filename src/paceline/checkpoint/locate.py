@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.checkpoint.best import Mode
-from paceline.checkpoint.digests import XXH3, Digest, with_key
-from paceline.checkpoint.manifest import NAME
-from paceline.checkpoint.names import is_old, step_of
+from paceline.checkpoint.hashing import XXH3, Digest, with_key
+from paceline.checkpoint.manifest import MANIFEST, is_old, step_of
 from paceline.checkpoint.storage.open import is_url, open_storage
 from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import CheckpointError, ConfigError
@@ -54,7 +53,7 @@ def locate(where: str | os.PathLike[str], *, follow: bool = False, key: str | No
     A run folder may come from anybody: where its config says that the checkpoints are elsewhere,
     in a store or another folder, that place is looked at only where ``follow`` is set.
 
-    ``key`` (``env:NAME`` or ``file:/path``): only what was written with this key is taken.
+    ``key`` (``env:MANIFEST`` or ``file:/path``): only what was written with this key is taken.
     """
     place = _locate(os.fspath(where), follow)
     return place if key is None else dataclasses.replace(place, digest=with_key(key))
@@ -65,7 +64,7 @@ def _locate(text: str, follow: bool) -> Place:
         return _locate_url(text.rstrip("/"), None)
     path = Path(text.removeprefix("file://"))
     _check_folder(path)
-    if step_of(path.absolute().name) is not None or (path / NAME).is_file():
+    if step_of(path.absolute().name) is not None or (path / MANIFEST).is_file():
         return Place(str(path.absolute().parent), path.absolute().name)
     if elsewhere := _place_in_config(path, follow):
         return elsewhere
@@ -171,7 +170,7 @@ def _check_folder(path: Path) -> None:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
     hint = "Name a run folder or a checkpoint's folder."
-    if path.name == NAME:
+    if path.name == MANIFEST:
         hint = f"Name the folder it is in: {path.parent}"
     elif path.suffix in (".pt", ".pth", ".bin", ".safetensors"):
         hint = f"Make a checkpoint of it: paceline checkpoint import {path} TARGET"
@@ -183,7 +182,7 @@ def _locate_url(url: str, options: dict[str, Any] | None) -> Place:
     if step_of(name) is not None:
         return Place(above, name, options)
     names = open_storage(url, options).names()
-    if NAME in names:
+    if MANIFEST in names:
         return Place(above, name, options)
     if not _holds_checkpoints(names) and "checkpoints" in names:
         return Place(f"{url}/checkpoints", None, options)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint import boxes
-from paceline.checkpoint.boxes import Box
+from paceline.checkpoint.boxes import Box, whole
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def whole_part(tensor: Tensor) -> Part:
     """A tensor that this rank holds whole."""
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
-    return Part(shape, tensor.dtype, (Piece(boxes.whole(shape), tensor),))
+    return Part(shape, tensor.dtype, (Piece(whole(shape), tensor),))
 
 
 @dataclass

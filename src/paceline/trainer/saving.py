@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.best import best_info
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.digests import Digest, make_digest
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.hashing import Digest, make_digest
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
 from paceline.checkpoint.memory.find import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
 from paceline.checkpoint.memory.snapshots import MemoryTier

@@ -13,14 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
-from paceline.checkpoint.digests import XXH3, Digest
-from paceline.checkpoint.hashing import BlockHasher
-from paceline.checkpoint.manifest import Manifest, ObjectEntry
+from paceline.checkpoint.hashing import XXH3, BlockHasher, Digest
+from paceline.checkpoint.manifest import Manifest, ObjectEntry, name_of
 from paceline.checkpoint.memory.nodes import Nodes
 from paceline.checkpoint.memory.open_files import OpenFiles
 from paceline.checkpoint.memory.segment_files import fetched_path
 from paceline.checkpoint.memory.transfer_plan import Blocks, Transfer, needed, transfers
-from paceline.checkpoint.names import name_of
 from paceline.checkpoint.rank_state import Part
 from paceline.checkpoint.sharded import agreement
 from paceline.checkpoint.sharded.save_load import load

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from paceline.checkpoint.block_reader import file_damages
-from paceline.checkpoint.digests import XXH3, Digest
+from paceline.checkpoint.hashing import XXH3, Digest
 from paceline.checkpoint.manifest import Manifest, TensorEntry
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint, Source
 from paceline.checkpoint.memory.nodes import Nodes, meet

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.checkpoint.digests import XXH3, Digest
+from paceline.checkpoint.hashing import XXH3, Digest
 from paceline.checkpoint.memory.private_files import open_private
 from paceline.checkpoint.storage.os_errors import explained
 from paceline.checkpoint.storage.storage import ReadableFile, Storage

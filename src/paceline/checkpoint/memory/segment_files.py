@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from paceline.checkpoint.digests import XXH3, Digest
+from paceline.checkpoint.hashing import XXH3, Digest
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.memory.private_files import check_private, is_private, read_private
 from paceline.checkpoint.storage.local import LocalStorage

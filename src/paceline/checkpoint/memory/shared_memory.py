@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.digests import XXH3, Digest
+from paceline.checkpoint.hashing import XXH3, Digest
 from paceline.checkpoint.memory.segment_files import SlotName, remove_files, step_in
 from paceline.checkpoint.sharded.host_copy import pin_memory
 from paceline.checkpoint.storage.local import LocalStorage

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.checkpoint import memory_of
-from paceline.checkpoint.digests import XXH3, Digest
-from paceline.checkpoint.hashing import hash_blocks
-from paceline.checkpoint.manifest import BLOCK, FileEntry, Manifest
+from paceline.checkpoint.hashing import BLOCK, XXH3, Digest, FileEntry, hash_blocks
+from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.memory.background_thread import Worker
 from paceline.checkpoint.memory.nodes import Nodes, meet, partners
 from paceline.checkpoint.memory.partner_copies import Copies, as_tensor

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.checkpoint.boxes import Box, overlap
-from paceline.checkpoint.manifest import FileEntry, Manifest, Stored, TensorEntry
+from paceline.checkpoint.hashing import FileEntry
+from paceline.checkpoint.manifest import Manifest, Stored, TensorEntry
 from paceline.checkpoint.rank_state import Part
 
 Blocks = dict[str, frozenset[int]]

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from paceline.checkpoint import boxes
 from paceline.checkpoint.block_reader import BlockReader, Target
-from paceline.checkpoint.boxes import Box
+from paceline.checkpoint.boxes import Box, overlap
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
-from paceline.checkpoint.manifest import BLOCK, Stored
+from paceline.checkpoint.hashing import BLOCK
+from paceline.checkpoint.manifest import Stored
 from paceline.checkpoint.sharded.dcp_errors import travelling
 from paceline.checkpoint.sharded.save_plan import flat
 
@@ -203,7 +203,7 @@ def _met(window: Box, wanted: Sequence[_Wanted]) -> list[_Wanted]:
     """What of ``wanted`` lies in ``window``."""
     met = []
     for one in wanted:
-        common = boxes.overlap(window, one.box)
+        common = overlap(window, one.box)
         if common is not None:
             met.append(_Wanted(common, one.into[common.within(one.box).slices()]))
     return met

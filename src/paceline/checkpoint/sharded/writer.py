@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.block_reader import file_damages
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint, memory_of
-from paceline.checkpoint.hashing import BlockHasher, hashed
-from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
+from paceline.checkpoint.hashing import BlockHasher, FileEntry, hashed
+from paceline.checkpoint.manifest import MANIFEST, Manifest, ObjectEntry, Stored, TensorEntry
 from paceline.checkpoint.sharded.dcp_errors import travelling
 from paceline.checkpoint.sharded.save_plan import Tensors, aligned, box_of, bytes_of, flat
 from paceline.checkpoint.storage.local import LocalStorage
@@ -167,12 +166,12 @@ class StateWriter(StorageWriter):
         made = make_manifest(self._step, self._info, metadata.planner_data, written)
         folder = self._checkpoint.name
         self._check_lock()
-        self._storage.replace(f"{folder}/{manifests.NAME}", made.to_bytes(self._storage.digest))
+        self._storage.replace(f"{folder}/{MANIFEST}", made.to_bytes(self._storage.digest))
         metadata.planner_data, metadata.storage_data = None, made.size  # all ranks are told
         # From here on it is saved, whatever happens.
         with suppress(CheckpointError):
             for name in self._storage.names(folder):
-                if name != manifests.NAME and name not in made.files:
+                if name != MANIFEST and name not in made.files:
                     self._storage.delete(f"{folder}/{name}")
 
     def abandon(self) -> None:
@@ -182,7 +181,7 @@ class StateWriter(StorageWriter):
         folder = self._checkpoint.name
         with suppress(CheckpointError):  # why the save failed is what is told
             if self._has_manifest():
-                known = self._storage.read_bytes(f"{folder}/{manifests.NAME}")
+                known = self._storage.read_bytes(f"{folder}/{MANIFEST}")
                 if self._token.encode() in known:
                     return
             found = self._storage.names(folder)
@@ -193,7 +192,7 @@ class StateWriter(StorageWriter):
                 self._storage.delete_folder(folder)
 
     def _has_manifest(self) -> bool:
-        return self._storage.size(f"{self._checkpoint.name}/{manifests.NAME}") is not None
+        return self._storage.size(f"{self._checkpoint.name}/{MANIFEST}") is not None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

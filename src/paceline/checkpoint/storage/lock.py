@@ -14,7 +14,7 @@ from typing import ClassVar
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.checkpoint.storage.lock_holder import (
     BEAT_S,
-    NAME,
+    LOCK_FILE,
     FolderLock,
     identity,
     in_use,
@@ -48,7 +48,7 @@ class LocalLock(FolderLock):
     _held: ClassVar[weakref.WeakSet[LocalLock]] = weakref.WeakSet()
 
     def __init__(self, storage: LocalStorage, owner: str) -> None:
-        self.path = storage.root / NAME
+        self.path = storage.root / LOCK_FILE
         self._handle = -1
         with explained("lock", storage.where):
             while True:

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.untrusted import parse_json
 
-NAME = ".lock"
+LOCK_FILE = ".lock"
 BEAT_S = 10.0
 
 

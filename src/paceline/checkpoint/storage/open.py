@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from paceline.checkpoint.digests import XXH3, Digest
+from paceline.checkpoint.hashing import XXH3, Digest
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import CheckpointError

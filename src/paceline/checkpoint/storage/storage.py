@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from paceline.checkpoint.digests import XXH3, Digest
+from paceline.checkpoint.hashing import XXH3, Digest
 from paceline.errors import StorageError
 from paceline.untrusted import MIB
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.digests import with_key
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.hashing import with_key
 from paceline.checkpoint.rank_state import Part, RankState, whole_part
 from paceline.checkpoint.sharded.save_load import save
 from paceline.checkpoint.storage.local import LocalStorage

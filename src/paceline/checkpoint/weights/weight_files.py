@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.checkpoint.manifest import NAME
+from paceline.checkpoint.manifest import MANIFEST
 from paceline.checkpoint.weights.torch_files import is_zip, load_torch_file
 from paceline.errors import CheckpointError
 
@@ -76,7 +76,7 @@ def _read_folder(folder: Path) -> Source:
 def _hint(folder: Path, names: Sequence[str]) -> str:
     if old := [name for name in names if _OLD.fullmatch(name)]:
         return f"; import one of Paceline 0.1's checkpoints by its name: {folder / old[-1]}"
-    if NAME in names or any(name.startswith("step-") for name in names):
+    if MANIFEST in names or any(name.startswith("step-") for name in names):
         return ": it is a checkpoint of Paceline's already, which needs no import."
     return f" and no pytorch_model.bin: it is no Hugging Face folder. Name {_KINDS}."
 
