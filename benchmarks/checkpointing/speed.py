@@ -19,12 +19,12 @@ import torch.distributed.checkpoint as dcp
 from checkpointing.forks import Here
 from checkpointing.rivals import quiet, shards_of
 from checkpointing.states import Shapes, own_rows, state_of
-from paceline.checkpoint.checkpoint import memory_of
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.hashing import XXH3, BlockHasher, Digest, hashed, make_digest, with_key
 from paceline.checkpoint.sharded.async_saver import Saver
 from paceline.checkpoint.sharded.save_load import load, save
 from paceline.checkpoint.storage.open import open_storage
+from paceline.checkpoint.tensor_bytes import memory_of
 
 DROP = Path("/proc/sys/vm/drop_caches")
 Times = dict[str, list[float]]

@@ -21,7 +21,7 @@ from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.sharded import own_share
+from paceline.checkpoint.sharded import write_share
 from paceline.checkpoint.sharded.async_saver import Outcome, Saver
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError, RankFailed, StorageError
@@ -229,7 +229,7 @@ def _save_what_all_hold(where: str) -> list[Any]:
     group = dist.new_group(backend="gloo")
     rank = dist.get_rank()
     planned = []
-    plan = own_share.plan_share
+    plan = write_share.plan_write_share
 
     def counted(*given: Any) -> Any:
         planned.append(step)
@@ -238,7 +238,7 @@ def _save_what_all_hold(where: str) -> list[Any]:
     tensors = {f"w{i}": torch.full((1000,), float(i)) for i in range(10)}
     saver = Saver(Folder(where), group, None)
     sizes = []
-    with mock.patch.object(own_share, "plan_share", counted):
+    with mock.patch.object(write_share, "plan_write_share", counted):
         for step in range(6):
             for tensor in tensors.values():
                 tensor += 1

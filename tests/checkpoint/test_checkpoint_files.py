@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.checkpoint.block_reader import BlockReader
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.checkpoint import Checkpoint, memory_of
+from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.hashing import FileEntry
 from paceline.checkpoint.manifest import (
@@ -35,6 +35,7 @@ from paceline.checkpoint.manifest import (
     name_of,
     step_of,
 )
+from paceline.checkpoint.tensor_bytes import memory_of
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]

@@ -29,7 +29,8 @@ from paceline.checkpoint.manifest import Manifest, Stored, TensorEntry
 from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.checkpoint.sharded import reader
 from paceline.checkpoint.sharded.dcp_planner import StateSavePlanner, object_bytes
-from paceline.checkpoint.sharded.save_plan import BoxKey, Given, read_plan, shared_out
+from paceline.checkpoint.sharded.load_plan import read_plan
+from paceline.checkpoint.sharded.save_plan import BoxKey, Given, shared_out
 from paceline.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ import os
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cached_property
@@ -34,6 +34,7 @@ from paceline.checkpoint.manifest import (
 from paceline.checkpoint.manifest_fields import MOST_BYTES, too_large
 from paceline.checkpoint.storage.open import open_storage
 from paceline.checkpoint.storage.storage import Storage
+from paceline.checkpoint.tensor_bytes import dtype_of, empty_tensor, memory_of
 from paceline.errors import CheckpointDamaged, CheckpointError, KeyNeeded, StorageError
 
 _MOST_OPEN = 8
@@ -168,11 +169,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}.")
         self._check_stored(name, entry)
         with _memory_for(f"{name!r} of {self.path}"):
-            result = _empty(entry.shape, dtype_of(entry))
+            result = empty_tensor(entry.shape, dtype_of(entry))
             there = torch.zeros(entry.shape, dtype=torch.bool)
         for stored in entry.stored:
             part = result[stored.box.slices()]
-            target = part if part.is_contiguous() else _empty(part.shape, part.dtype)
+            target = part if part.is_contiguous() else empty_tensor(part.shape, part.dtype)
             if target.nbytes != stored.length:
                 raise CheckpointError(
                     f"{name!r} of {self.path}: {stored.length} bytes for elements that take "
@@ -227,20 +228,6 @@ class Checkpoint:
         yield self._open[file]
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any dtype, to be read from or written into."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"memory of a tensor with strides {tensor.stride()}: make it contiguous.")
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Made of bytes: for some dtypes torch warns of what it cannot compute with them."""
-    memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    return memory.view(dtype).reshape(shape)
-
-
 @contextmanager
 def _memory_for(what: str) -> Iterator[None]:
     try:
@@ -259,14 +246,6 @@ def _uncompressed(data: bytearray) -> io.BytesIO:
             raise ValueError("its parts are compressed")
     file.seek(0)
     return file
-
-
-def dtype_of(entry: TensorEntry) -> torch.dtype:
-    """The dtype that a tensor was saved with."""
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"torch {torch.__version__} has no dtype {entry.dtype!r}.")
-    return dtype
 
 
 def _contradiction(found: Manifest, step: int | None) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.boxes import Box, whole
+from paceline.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,29 @@ def whole_part(tensor: Tensor) -> Part:
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     return Part(shape, tensor.dtype, (Piece(whole(shape), tensor),))
+
+
+def check_piece(name: str, part: Part, piece: Piece) -> None:
+    """Raise unless ``piece`` is what it says to be, and can be read from and written into."""
+    box, tensor = piece.box, piece.tensor
+    problem = ""
+    if len(box.offset) != len(part.shape) or any(
+        offset < 0 or offset + length > size
+        for offset, length, size in zip(box.offset, box.shape, part.shape, strict=True)
+    ):
+        problem = f"the box {box} does not lie in its shape {part.shape}"
+    elif tuple(tensor.shape) != box.shape:
+        problem = f"the box {box} is held by a tensor of shape {tuple(tensor.shape)}"
+    elif tensor.dtype != part.dtype:
+        problem = f"said to be of {part.dtype}, it is held by a tensor of {tensor.dtype}"
+    elif type(tensor).__module__.startswith("torch.distributed.tensor"):
+        problem = f"the box {box} is held by a DTensor: give its to_local()"
+    elif tensor.layout != torch.strided or tensor.is_quantized:
+        problem = f"the box {box} is held by a tensor that is sparse or quantized"
+    elif tensor.is_meta:
+        problem = f"the box {box} is on the meta device and holds no data"
+    if problem:
+        raise CheckpointError(f"tensor {name!r}: {problem}.")
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.checkpoint import Checkpoint, memory_of
+from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.hashing import XXH3, BlockHasher, Digest
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, name_of
 from paceline.checkpoint.memory.nodes import Nodes
@@ -23,6 +23,7 @@ from paceline.checkpoint.rank_state import Part
 from paceline.checkpoint.sharded import agreement
 from paceline.checkpoint.sharded.save_load import load
 from paceline.checkpoint.storage.os_errors import explained
+from paceline.checkpoint.tensor_bytes import memory_of
 from paceline.errors import CheckpointError
 
 _OBJECTS = "objects.bin"

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.checkpoint import memory_of
 from paceline.checkpoint.memory.shared_memory import Slots
 from paceline.checkpoint.sharded.agreement import answered
+from paceline.checkpoint.tensor_bytes import memory_of
 from paceline.errors import CheckpointError
 
 _CHUNK = 256 * 1024 * 1024

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.checkpoint import memory_of
 from paceline.checkpoint.hashing import BLOCK, XXH3, Digest, FileEntry, hash_blocks
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.memory.background_thread import Worker
@@ -44,7 +43,13 @@ from paceline.checkpoint.memory.shared_memory import Segment, Slots
 from paceline.checkpoint.rank_state import RankState
 from paceline.checkpoint.sharded import agreement
 from paceline.checkpoint.sharded.host_copy import copy_all
-from paceline.checkpoint.sharded.write_share import Share, check_loadable, object_texts, plan_share
+from paceline.checkpoint.sharded.write_share import (
+    WriteShare,
+    check_loadable,
+    object_texts,
+    plan_write_share,
+)
+from paceline.checkpoint.tensor_bytes import memory_of
 from paceline.errors import CheckpointError
 
 
@@ -115,7 +120,7 @@ class MemoryTier:
             remove_temporary(self._folder)
             self._sweep(keep)
         self._has_strays = True
-        self._share: Share | None = None
+        self._share: WriteShare | None = None
         self._views: dict[Segment, tuple[Tensor, list[Tensor]]] = {}
         self._worker = Worker()
         self._in_flight = False
@@ -217,7 +222,7 @@ class MemoryTier:
 
     def _make_ready(
         self, step: int, state: RankState, objects: Mapping[str, bytes], problem: str | None
-    ) -> Share:
+    ) -> WriteShare:
         """Agree that all ranks can go on; have a plan, and room in the segment to write."""
         share = self._share
         if share is not None and not share.fits(state):
@@ -232,7 +237,7 @@ class MemoryTier:
         if refused or failed:
             self._give_up(problem)
         if changed:
-            share, problem = plan_share(step, state, file_name(self._rank), self._group)
+            share, problem = plan_write_share(step, state, file_name(self._rank), self._group)
             if problem is not None:
                 raise CheckpointError(problem)
             self._views.clear()
@@ -253,7 +258,7 @@ class MemoryTier:
         state: RankState,
         objects: Mapping[str, bytes],
         info: dict[str, Any],
-        share: Share,
+        share: WriteShare,
     ) -> _Taken:
         segment = self._own.spare
         segment.clear()
@@ -283,7 +288,7 @@ class MemoryTier:
         self._problem = None
         raise CheckpointError(agreement.named(agreement.gather(mine, self._group)) or "")
 
-    def _views_of(self, segment: Segment, share: Share) -> Sequence[Tensor]:
+    def _views_of(self, segment: Segment, share: WriteShare) -> Sequence[Tensor]:
         memory, views = self._views.get(segment, (None, []))
         if memory is not segment.memory:
             views = share.views(segment.memory)

@@ -15,8 +15,8 @@ from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.rank_state import RankState
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.sharded.host_copy import Snapshot
-from paceline.checkpoint.sharded.own_share import OwnShare
 from paceline.checkpoint.sharded.save_load import save_measured
+from paceline.checkpoint.sharded.write_share import OwnBoxes
 from paceline.errors import CheckpointError
 
 _AT_EXIT_S = 10.0
@@ -55,7 +55,7 @@ class Saver:
         self._folder = folder
         self._group = group
         self._keep = keep
-        self._own = OwnShare(group)
+        self._own = OwnBoxes(group)
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []

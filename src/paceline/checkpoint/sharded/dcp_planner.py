@@ -22,16 +22,15 @@ from torch.distributed.checkpoint.planner import (
 
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.rank_state import Part, RankState
+from paceline.checkpoint.rank_state import Part, RankState, check_piece
 from paceline.checkpoint.sharded.dcp_errors import travelling
+from paceline.checkpoint.sharded.load_plan import read_plan
 from paceline.checkpoint.sharded.save_plan import (
     BoxKey,
     Given,
     Tensors,
     box_of,
-    check_piece,
     object_item,
-    read_plan,
     shared_out,
     tensor_item,
 )

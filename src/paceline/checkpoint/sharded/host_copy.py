@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.rank_state import Part, Piece, RankState
-from paceline.checkpoint.sharded.save_plan import aligned, check_piece
+from paceline.checkpoint.rank_state import Part, Piece, RankState, check_piece
+from paceline.checkpoint.sharded.save_plan import aligned
 from paceline.errors import CheckpointError
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable

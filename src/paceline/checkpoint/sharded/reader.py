@@ -19,11 +19,11 @@ from torch.futures import Future
 
 from paceline.checkpoint.block_reader import BlockReader, Target
 from paceline.checkpoint.boxes import Box, overlap
-from paceline.checkpoint.checkpoint import Checkpoint, memory_of
+from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.hashing import BLOCK
 from paceline.checkpoint.manifest import Stored
 from paceline.checkpoint.sharded.dcp_errors import travelling
-from paceline.checkpoint.sharded.save_plan import flat
+from paceline.checkpoint.tensor_bytes import flat, memory_of
 
 _WINDOW = 8 * BLOCK
 """What cannot be read to where it belongs is read this much at a time, and copied from there."""

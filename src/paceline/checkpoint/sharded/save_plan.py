@@ -1,4 +1,4 @@
-"""Plans without bytes: which rank writes what of a state, what a rank reads to fill its parts.
+"""Which rank writes what of a state: planned without any bytes.
 
 torch.distributed.checkpoint's default planners are not used: they take boxes that begin at one
 place for equal, drop all but one object of a name without a word, weigh a box as if it were its
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Size, Tensor
+from torch import Size
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -22,23 +22,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
-    LoadItemType,
-    ReadItem,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 
 from paceline.checkpoint.boxes import Box, overlap
-from paceline.checkpoint.checkpoint import dtype_of
-from paceline.checkpoint.manifest import Manifest, TensorEntry
-from paceline.checkpoint.rank_state import Part, Piece
 from paceline.errors import CheckpointError
 
 Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """The shapes and dtypes of whole tensors by name."""
 _ALIGNMENT = 64
-_SHOWN = 5
 
 
 BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -92,29 +86,6 @@ def bytes_of(item: WriteItem) -> int:
 def aligned(at: int) -> int:
     """The first byte from ``at`` on where a box may begin, to be mapped into memory."""
     return at + -at % _ALIGNMENT
-
-
-def check_piece(name: str, part: Part, piece: Piece) -> None:
-    """Raise unless ``piece`` is what it says to be, and can be read from and written into."""
-    box, tensor = piece.box, piece.tensor
-    problem = ""
-    if len(box.offset) != len(part.shape) or any(
-        offset < 0 or offset + length > size
-        for offset, length, size in zip(box.offset, box.shape, part.shape, strict=True)
-    ):
-        problem = f"the box {text(box)} does not lie in its shape {part.shape}"
-    elif tuple(tensor.shape) != box.shape:
-        problem = f"the box {text(box)} is held by a tensor of shape {tuple(tensor.shape)}"
-    elif tensor.dtype != part.dtype:
-        problem = f"said to be of {part.dtype}, it is held by a tensor of {tensor.dtype}"
-    elif type(tensor).__module__.startswith("torch.distributed.tensor"):
-        problem = f"the box {text(box)} is held by a DTensor: give its to_local()"
-    elif tensor.layout != torch.strided or tensor.is_quantized:
-        problem = f"the box {text(box)} is held by a tensor that is sparse or quantized"
-    elif tensor.is_meta:
-        problem = f"the box {text(box)} is on the meta device and holds no data"
-    if problem:
-        raise CheckpointError(f"tensor {name!r}: {problem}.")
 
 
 def shared_out(given: Sequence[Given]) -> tuple[list[list[int]], Tensors]:
@@ -179,8 +150,8 @@ def _check_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) ->
     for one, other in _close_pairs(list(boxes)):
         if overlap(one, other) is not None:
             raise CheckpointError(
-                f"tensor {name!r}: the box {text(one)} of rank {boxes[one]} and the box "
-                f"{text(other)} of rank {boxes[other]} overlap without being equal: which one "
+                f"tensor {name!r}: the box {one} of rank {boxes[one]} and the box "
+                f"{other} of rank {boxes[other]} overlap without being equal: which one "
                 "counts? Nothing was written."
             )
     given, wanted = sum(box.size for box in boxes), Box((0,) * len(shape), shape).size
@@ -219,84 +190,3 @@ def _balanced(
         writers[key] = rank = min(holders[key], key=load.__getitem__)
         load[rank] += sizes[key]
     return writers
-
-
-def read_plan(parts: Mapping[str, Part], manifest: Manifest) -> list[ReadItem]:
-    """What to read to fill ``parts``: each item a box of something stored, and where it goes.
-
-    Refuses parts that the checkpoint does not hold, or holds otherwise.
-    """
-    if missing := [name for name in parts if name not in manifest.tensors]:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise CheckpointError(
-            f"the checkpoint of step {manifest.step} holds no tensor "
-            f"{', '.join(map(repr, missing[:_SHOWN]))}{more}. It is that of another model or "
-            "optimizer: build them as they were built then."
-        )
-    items: list[ReadItem] = []
-    for name, part in parts.items():
-        entry = manifest.tensors[name]
-        _check_same(name, part, entry)
-        for number, piece in enumerate(part.pieces):
-            check_piece(name, part, piece)
-            items += _reads(name, number, piece.box, entry)
-    return items
-
-
-def _check_same(name: str, part: Part, entry: TensorEntry) -> None:
-    if part.shape != entry.shape:
-        raise CheckpointError(
-            f"tensor {name!r} has shape {entry.shape} in the checkpoint and {part.shape} here. "
-            "Build the model as it was built then."
-        )
-    if part.dtype != dtype_of(entry):
-        raise CheckpointError(
-            f"tensor {name!r} is {dtype_of(entry)} in the checkpoint and {part.dtype} here. Build "
-            "the model in the dtype it was saved in: nothing is converted on the way."
-        )
-
-
-def _reads(name: str, number: int, box: Box, entry: TensorEntry) -> list[ReadItem]:
-    """How to fill ``box``, which is piece ``number`` of this rank's part."""
-    items, found = [], 0
-    for index, stored in enumerate(entry.stored):
-        # Most of what hundreds of ranks stored is far from here: seen at a glance.
-        if (
-            box.offset
-            and not -stored.box.shape[0] < stored.box.offset[0] - box.offset[0] < box.shape[0]
-        ):
-            continue
-        common = overlap(box, stored.box)
-        if common is None:
-            continue
-        found += common.size
-        items.append(
-            ReadItem(
-                LoadItemType.TENSOR,
-                dest_index=MetadataIndex(name, box.offset, number),
-                dest_offsets=Size(common.within(box).offset),
-                storage_index=MetadataIndex(name, stored.box.offset, index),
-                storage_offsets=Size(common.within(stored.box).offset),
-                lengths=Size(common.shape),
-            )
-        )
-    if found != box.size:
-        raise CheckpointError(
-            f"tensor {name!r}: of the {box.size} elements of the box {text(box)} the checkpoint "
-            f"holds {found}. It was not saved whole."
-        )
-    return items
-
-
-def text(box: Box) -> str:
-    """``[0:4, 2:3]``."""
-    ranges = (f"{o}:{o + s}" for o, s in zip(box.offset, box.shape, strict=True))
-    return f"[{', '.join(ranges)}]"
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as one row.
-
-    Unlike ``reshape(-1)``, also of one element with an odd stride, which counts as contiguous.
-    """
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,4 +1,7 @@
-"""A rank's share of a snapshot: what it copies, and to where. Planned once, used at every step."""
+"""A rank's share of a save: of what several ranks hold, the boxes that this one writes.
+
+Planned once, used at every step.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.rank_state import RankState
+from paceline.checkpoint.rank_state import Part, RankState
 from paceline.checkpoint.sharded import agreement
 from paceline.checkpoint.sharded.dcp_planner import StateSavePlanner, object_bytes
 from paceline.checkpoint.sharded.save_plan import aligned, box_of, bytes_of
 from paceline.errors import CheckpointError
 
 
-class Share:
+class WriteShare:
     """The boxes that this rank copies, and where in its file each begins.
 
     Holds for every state of the structure it was made for; :meth:`fits` tells.
@@ -73,9 +76,9 @@ class Share:
         return entries, end
 
 
-def plan_share(
+def plan_write_share(
     step: int, state: RankState, file: str, group: dist.ProcessGroup | None
-) -> tuple[Share | None, str | None]:
+) -> tuple[WriteShare | None, str | None]:
     """This rank's share, or why there is none on any rank. A collective.
 
     The same plan as that of a checkpoint on disk: each box by one rank, evenly spread.
@@ -89,7 +92,49 @@ def plan_share(
     answer = agreement.hand_out(None if given is None else _share_out(planner, given), group)
     if isinstance(answer, str):
         return None, answer
-    return Share(state, planner.finish_plan(answer).items, file), None
+    return WriteShare(state, planner.finish_plan(answer).items, file), None
+
+
+class OwnBoxes:
+    """Takes away from states what other ranks of ``group`` write.
+
+    Which rank writes what is planned when a rank's state has other names, shapes, dtypes or boxes
+    than before. A save plans anew with what is left, and refuses it where that is not everything.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._share: WriteShare | None = None
+
+    def of(self, step: int, state: RankState) -> RankState:
+        """``state`` with the boxes that this rank is to write. A collective.
+
+        Where the ranks find no plan it is all of ``state``: the save will say why. Raises
+        ``CheckpointError`` where a rank does not answer.
+        """
+        if agreement.size_of(self._group) == 1:
+            return state
+        # Objects are given by one rank each, and change their size from save to save.
+        tensors = RankState(state.tensors)
+        if agreement.any_of([not self._fits(tensors)], self._group)[0]:
+            self._share = None
+            self._share, _ = plan_write_share(step, tensors, "", self._group)
+        if self._share is None:
+            return state
+        own = {id(tensor) for tensor in self._share.sources(tensors)}
+        if len(own) == sum(len(part.pieces) for part in state.tensors.values()):
+            return state
+        parts = {
+            name: Part(part.shape, part.dtype, tuple(p for p in part.pieces if id(p.tensor) in own))
+            for name, part in state.tensors.items()
+        }
+        return RankState(parts, state.objects)
+
+    def _fits(self, state: RankState) -> bool:
+        try:
+            return self._share is not None and self._share.fits(state)
+        except Exception:  # what is wrong with it, the save tells all ranks: they wait for us here
+            return False
 
 
 def object_texts(objects: Mapping[str, object]) -> tuple[dict[str, bytes], str | None]:

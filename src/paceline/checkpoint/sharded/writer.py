@@ -21,12 +21,13 @@ from torch.futures import Future
 
 from paceline.checkpoint.block_reader import file_damages
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.checkpoint import Checkpoint, memory_of
+from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.hashing import BlockHasher, FileEntry, hashed
 from paceline.checkpoint.manifest import MANIFEST, Manifest, ObjectEntry, Stored, TensorEntry
 from paceline.checkpoint.sharded.dcp_errors import travelling
-from paceline.checkpoint.sharded.save_plan import Tensors, aligned, box_of, bytes_of, flat
+from paceline.checkpoint.sharded.save_plan import Tensors, aligned, box_of, bytes_of
 from paceline.checkpoint.storage.local import LocalStorage
+from paceline.checkpoint.tensor_bytes import flat, memory_of
 from paceline.errors import CheckpointError
 
 
