@@ -31,7 +31,7 @@ from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.manifest import MANIFEST
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.sharded.async_saver import Saver
+from paceline.checkpoint.sharded.async_saver import AsyncSaver
 from paceline.checkpoint.sharded.save_load import load
 from paceline.errors import CheckpointError
 
@@ -124,7 +124,7 @@ def run(here: Here, where: str, shapes: Shapes, plan: Plan, traced: bool) -> Non
         check(good, tensors, shapes)
         step = good.step
     here.say(resumed=step)
-    saver = Saver(folder, group, KEEP)
+    saver = AsyncSaver(folder, group, KEEP)
     lines = Lines()
     for save in range(plan.saves):
         last = save == plan.saves - 1

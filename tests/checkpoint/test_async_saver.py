@@ -22,7 +22,7 @@ from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.sharded import write_share
-from paceline.checkpoint.sharded.async_saver import Outcome, Saver
+from paceline.checkpoint.sharded.async_saver import AsyncSaver, SaveOutcome
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError, RankFailed, StorageError
 
@@ -72,7 +72,7 @@ def full(path: str) -> None:
 def test_training_goes_on_while_the_disk_is_slow(tmp_path: Path) -> None:
     gate = threading.Event()
     folder = on(Disk(tmp_path, before=lambda path: gate.wait(30) and None))
-    saver = Saver(folder, None, Keep())
+    saver = AsyncSaver(folder, None, Keep())
     weights = torch.full((1000,), 1.0)
     assert saver.save(1, state_of(weights), {"reason": "every"}) < 0.1
     assert saver.finished() == []
@@ -94,16 +94,16 @@ def test_training_goes_on_while_the_disk_is_slow(tmp_path: Path) -> None:
 
 def test_one_save_in_flight_and_one_copy_in_memory(tmp_path: Path) -> None:
     folder = on(Disk(tmp_path, before=lambda path: time.sleep(0.2)))
-    saver = Saver(folder, None, Keep(last=9))
+    saver = AsyncSaver(folder, None, Keep(last=9))
     weights = torch.zeros(1000)
     saver.reserve(state_of(weights))
-    size = saver._snapshot.size
+    size = saver._copy.size
     waited = []
     for step in range(3):
         weights.fill_(step)
         waited.append(saver.save(step, state_of(weights, step), {}))
         assert len([t for t in threading.enumerate() if t.name.startswith("save of")]) <= 1
-        assert saver._snapshot.size == size
+        assert saver._copy.size == size
     assert waited[0] < 0.1
     assert min(waited[1:]) > 0.15
     outcomes = saver.close()
@@ -111,12 +111,12 @@ def test_one_save_in_flight_and_one_copy_in_memory(tmp_path: Path) -> None:
     assert outcomes[1].stalled >= waited[1]
     assert [value_of(folder, step) for step in range(3)] == [0.0, 1.0, 2.0]
     assert [folder.get(step).read_object("loop") for step in range(3)] == [0, 1, 2]
-    assert saver._snapshot.size == 0
+    assert saver._copy.size == 0
 
 
 def test_a_failed_save_is_told_and_later_ones_work(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    saver = Saver(on(disk), None, Keep(last=1))
+    saver = AsyncSaver(on(disk), None, Keep(last=1))
     weights = torch.ones(10)
     saver.save(1, state_of(weights), {})
     saver.wait()
@@ -136,7 +136,7 @@ def test_a_failed_save_is_told_and_later_ones_work(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_copied_is_an_outcome_too(tmp_path: Path) -> None:
-    saver = Saver(Folder(tmp_path), None, None)
+    saver = AsyncSaver(Folder(tmp_path), None, None)
     saver.save(1, state_of(torch.ones(3), loop=(n for n in range(3))), {})
     (outcome,) = saver.close()
     assert "object 'loop' cannot be copied" in (outcome.error or "")
@@ -145,7 +145,7 @@ def test_what_cannot_be_copied_is_an_outcome_too(tmp_path: Path) -> None:
 def test_retention_follows_a_good_save_only(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     keep = Keep(last=2, best=1, metric="loss", every=4)
-    saver = Saver(folder, None, keep)
+    saver = AsyncSaver(folder, None, keep)
     for step, loss in enumerate([3.0, 1.0, 2.0, 5.0, 4.0, 6.0, 7.0, 8.0]):
         saver.save(step, state_of(torch.ones(3)), {"metrics": {"loss": loss}})
     saver.close()
@@ -154,7 +154,7 @@ def test_retention_follows_a_good_save_only(tmp_path: Path) -> None:
 
 def test_a_later_one_that_could_not_be_used_does_not_count(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    saver = Saver(folder, None, Keep(last=1))
+    saver = AsyncSaver(folder, None, Keep(last=1))
     saver.save(20, state_of(torch.ones(3)), {})
     saver.save(5, state_of(torch.ones(3)), {})  # resumed from an older one: 20 was damaged
     saver.save(6, state_of(torch.ones(3)), {})
@@ -164,7 +164,7 @@ def test_a_later_one_that_could_not_be_used_does_not_count(tmp_path: Path) -> No
 
 def test_older_ones_that_cannot_be_deleted_are_a_warning(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    saver = Saver(on(disk), None, Keep(last=1))
+    saver = AsyncSaver(on(disk), None, Keep(last=1))
     saver.save(1, state_of(torch.ones(3)), {})
     saver.wait()
 
@@ -188,10 +188,10 @@ def sharded(weights: torch.Tensor, rank: int) -> RankState:
     return RankState({"w": part, "b": whole_part(weights)}, {f"random/{rank}": rank})
 
 
-def _train(where: str) -> list[Outcome]:
+def _train(where: str) -> list[SaveOutcome]:
     group = dist.new_group(backend="gloo")
     rank = dist.get_rank()
-    saver = Saver(Folder(where), group, Keep(last=2))
+    saver = AsyncSaver(Folder(where), group, Keep(last=2))
     weights = torch.zeros(1, 3)
     outcomes = []
     for step in range(6):
@@ -236,7 +236,7 @@ def _save_what_all_hold(where: str) -> list[Any]:
         return plan(*given)
 
     tensors = {f"w{i}": torch.full((1000,), float(i)) for i in range(10)}
-    saver = Saver(Folder(where), group, None)
+    saver = AsyncSaver(Folder(where), group, None)
     sizes = []
     with mock.patch.object(write_share, "plan_write_share", counted):
         for step in range(6):
@@ -251,7 +251,7 @@ def _save_what_all_hold(where: str) -> list[Any]:
             if step == 5:
                 state.tensors["w1"] = Part((1000,), torch.float32, ())  # on no rank
             saver.save(step, state, {})
-            sizes.append(sum(p.tensor.nbytes for p in pieces_in(saver._snapshot._copies)))
+            sizes.append(sum(p.tensor.nbytes for p in pieces_in(saver._copy._copies)))
             outcomes = saver.wait()
             if step < 5:
                 assert [outcome.error for outcome in outcomes] == [None]
@@ -295,7 +295,7 @@ def die(path: str) -> None:
 def _die_while_saving(where: str) -> None:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
     rank = dist.get_rank()
-    saver = Saver(Folder(where), group, Keep())
+    saver = AsyncSaver(Folder(where), group, Keep())
     saver.save(1, sharded(torch.ones(1, 3), rank), {})
     saver.wait()
     dist.barrier(group)
@@ -335,9 +335,9 @@ if rank >= 0:
 folder = Folder(f"{where}/run")
 create = folder.storage.create
 folder.storage.create = lambda path, chunks: (time.sleep(0.5), create(path, chunks))
-saver = savers.Saver(folder, group, None)
+saver = savers.AsyncSaver(folder, group, None)
 if rank == 1:
-    saver._snapshot.take = lambda state: os.kill(os.getpid(), signal.SIGSTOP)
+    saver._copy.take = lambda state: os.kill(os.getpid(), signal.SIGSTOP)
 tensors = {f"w{i}": torch.full((500_000,), float(i)) for i in range(6)}
 saver.save(1, RankState({name: whole_part(tensor) for name, tensor in tensors.items()}), {})
 print(time.monotonic(), flush=True)

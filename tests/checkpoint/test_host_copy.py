@@ -11,7 +11,7 @@ from checkpoint.state_cases import DTYPES, part_of, random_tensor, same_bits, sp
 from paceline.checkpoint.boxes import whole
 from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.checkpoint.sharded import host_copy as snapshots
-from paceline.checkpoint.sharded.host_copy import Snapshot
+from paceline.checkpoint.sharded.host_copy import HostCopy
 from paceline.errors import CheckpointError
 
 
@@ -26,7 +26,7 @@ def test_the_copy_does_not_change_with_the_state() -> None:
         },
         {"loop": loop},
     )
-    taken = Snapshot().take(state)
+    taken = HostCopy().take(state)
     with torch.no_grad():
         parameter.zero_()
     counter += 1
@@ -43,7 +43,7 @@ def test_any_boxes_dtypes_and_strides() -> None:
     draw = random.Random(5)
     tensors = {f"t{i}": random_tensor(draw) for i in range(40)}
     tensors |= {str(dtype): torch.ones(3, 5).to(dtype) for dtype in DTYPES}
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     for state in spread(tensors, 3, draw):
         taken = snapshot.take(state)
         assert list(taken.tensors) == list(state.tensors)
@@ -57,7 +57,7 @@ def test_any_boxes_dtypes_and_strides() -> None:
 
 
 def test_one_buffer_serves_all_and_grows_when_it_must() -> None:
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     snapshot.reserve(RankState({"w": whole_part(torch.ones(1000))}))
     reserved = snapshot.size
     assert 4000 <= reserved < 4064
@@ -77,7 +77,7 @@ def test_one_buffer_serves_all_and_grows_when_it_must() -> None:
 
 
 def test_a_state_that_changed_its_shape_is_laid_out_anew() -> None:
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     first, second = torch.ones(6), torch.full((2, 3), 2.0)
     for _ in range(2):
         first += 1
@@ -94,7 +94,7 @@ def test_a_state_that_changed_its_shape_is_laid_out_anew() -> None:
     "bad", [torch.zeros(4, dtype=torch.int32), torch.zeros(4).to_sparse(), torch.zeros(5)]
 )
 def test_a_piece_that_is_not_what_it_says_is_refused_later_on_too(bad: torch.Tensor) -> None:
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     for tensor in (torch.ones(4), torch.ones(4)):
         snapshot.take(RankState({"w": whole_part(tensor)}))
     with pytest.raises(CheckpointError, match="tensor 'w'"):
@@ -104,7 +104,7 @@ def test_a_piece_that_is_not_what_it_says_is_refused_later_on_too(bad: torch.Ten
 
 
 def test_a_buffer_is_let_go_of_before_a_larger_one_is_made() -> None:
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     snapshot.reserve(RankState({"w": whole_part(torch.ones(1000))}))
     old = weakref.ref(snapshot._buffer)
     snapshot.reserve(RankState({"w": whole_part(torch.ones(2000))}))
@@ -114,19 +114,19 @@ def test_a_buffer_is_let_go_of_before_a_larger_one_is_made() -> None:
 def test_no_memory_is_said_with_the_size() -> None:
     huge = torch.empty(1).expand(2**50)
     with pytest.raises(CheckpointError, match=rf"no memory for a copy of the state: {2**52} bytes"):
-        Snapshot().take(RankState({"w": whole_part(huge)}))
+        HostCopy().take(RankState({"w": whole_part(huge)}))
 
 
 def test_what_cannot_be_copied_is_named() -> None:
     with pytest.raises(CheckpointError, match="object 'mine' cannot be copied: TypeError"):
-        Snapshot().take(RankState({}, {"mine": (n for n in range(3))}))
+        HostCopy().take(RankState({}, {"mine": (n for n in range(3))}))
     wrong = Part((4,), torch.float32, (Piece(whole((4,)), torch.zeros(3)),))
     with pytest.raises(CheckpointError, match="tensor 'w'"):
-        Snapshot().take(RankState({"w": wrong}))
+        HostCopy().take(RankState({"w": wrong}))
 
 
 def test_an_empty_state() -> None:
-    taken = Snapshot().take(RankState({"e": part_of(torch.empty(0, 2), [])}))
+    taken = HostCopy().take(RankState({"e": part_of(torch.empty(0, 2), [])}))
     assert taken.tensors["e"].pieces == ()
 
 
@@ -154,7 +154,7 @@ def test_pinned_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, how: str) 
     monkeypatch.setattr(snapshots, "_on_cuda", lambda state: True)
     forgotten: list[str] = []
     monkeypatch.setattr(snapshots, "_forget_refusal", lambda: forgotten.append("refusal"))
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     snapshot.reserve(RankState({"w": whole_part(torch.ones(100))}))
     assert snapshot.pinned == (how != "refused")
     assert forgotten == (["refusal"] if how == "refused" else [])

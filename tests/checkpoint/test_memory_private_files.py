@@ -22,7 +22,7 @@ from paceline.checkpoint.memory.segment_files import (
     make_folder,
     segments,
 )
-from paceline.checkpoint.memory.snapshots import MemoryTier
+from paceline.checkpoint.memory.snapshots import MemorySnapshots
 from paceline.checkpoint.rank_state import RankState, whole_part
 from paceline.errors import CheckpointError
 
@@ -43,7 +43,7 @@ def shared() -> Iterator[Path]:
 
 def snapshot_in(root: Path, number: float = 1.0) -> Path:
     """What a run that was killed leaves."""
-    tier = MemoryTier(RUN, None, after=None, root=root)
+    tier = MemorySnapshots(RUN, None, after=None, root=root)
     tier.snapshot(7, RankState({"w": whole_part(torch.full((3,), number))}))
     tier.close()
     return folder_of(RUN, root)
@@ -76,7 +76,7 @@ def test_a_folder_of_another_user_is_not_read(shared: Path) -> None:
     assert "not to 0 (root): nothing in it is read" in said
     before = sorted(os.listdir(folder))
     with pytest.raises(CheckpointError, match=f"belongs to user {NOBODY}"):
-        MemoryTier(RUN, None, after=None, root=shared)
+        MemorySnapshots(RUN, None, after=None, root=shared)
     with pytest.raises(CheckpointError, match=f"belongs to user {NOBODY}"):
         free_run(RUN, shared)
     assert segments(shared) == []
@@ -136,7 +136,7 @@ def test_a_name_taken_by_another_user_costs_the_snapshots_alone(shared: Path) ->
     subprocess.run(["mkdir", str(folder)], user=NOBODY, check=True)
     subprocess.run(["touch", f"{folder}.fetched-0-x"], user=NOBODY, check=True)
     with pytest.raises(CheckpointError, match=f"belongs to user {NOBODY}"):
-        MemoryTier(RUN, None, after=None, root=shared)
+        MemorySnapshots(RUN, None, after=None, root=shared)
 
 
 # ------------------------------------------------------------------ a run

@@ -26,7 +26,7 @@ from paceline.checkpoint.memory import snapshots as memory
 from paceline.checkpoint.memory.find import find_in_memory
 from paceline.checkpoint.memory.nodes import partners
 from paceline.checkpoint.memory.segment_files import folder_of, free_run, make_folder, segments
-from paceline.checkpoint.memory.snapshots import MemoryTier
+from paceline.checkpoint.memory.snapshots import MemorySnapshots
 from paceline.checkpoint.memory.transfer_plan import Transfer, needed, transfers
 from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.errors import CheckpointError
@@ -65,7 +65,7 @@ VALUES = {
 
 
 def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path):
-    tier = MemoryTier(RUN, None, after=None, root=tmp_path)
+    tier = MemorySnapshots(RUN, None, after=None, root=tmp_path)
     tier.snapshot(3, RankState({name: whole_part(t) for name, t in VALUES.items()}))
     tier.close()
     found = find_in_memory(RUN, None, root=tmp_path)
@@ -88,7 +88,7 @@ def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path):
 
 def test_a_snapshot_is_of_the_moment_it_was_taken(tmp_path: Path):
     value = torch.zeros(1000)
-    tier = MemoryTier(RUN, None, after=None, root=tmp_path)
+    tier = MemorySnapshots(RUN, None, after=None, root=tmp_path)
     tier.snapshot(1, RankState({"x": whole_part(value)}))
     value.fill_(7)  # the training goes on at once
     tier.wait()
@@ -100,7 +100,7 @@ def test_a_snapshot_is_of_the_moment_it_was_taken(tmp_path: Path):
 
 
 def test_memory_is_reused_and_never_more_than_two_slots(tmp_path: Path):
-    tier = MemoryTier(RUN, None, after=None, root=tmp_path)
+    tier = MemorySnapshots(RUN, None, after=None, root=tmp_path)
     sizes = []
     for step in range(1, 12):
         tier.snapshot(step, state(step, extra=3_000_000))
@@ -124,7 +124,7 @@ def test_memory_is_reused_and_never_more_than_two_slots(tmp_path: Path):
 
 
 def test_the_structure_may_change_from_step_to_step(tmp_path: Path):
-    tier = MemoryTier(RUN, None, after=None, root=tmp_path)
+    tier = MemorySnapshots(RUN, None, after=None, root=tmp_path)
     states = [
         RankState({"a": whole_part(torch.ones(3))}),
         RankState({"a": whole_part(torch.ones(3)), "late": whole_part(torch.full((5,), 2.0))}),
@@ -148,7 +148,7 @@ def test_the_structure_may_change_from_step_to_step(tmp_path: Path):
 
 
 def test_a_tensor_that_does_not_fit_its_box_is_refused(tmp_path: Path):
-    tier = MemoryTier(RUN, None, after=None, root=tmp_path)
+    tier = MemorySnapshots(RUN, None, after=None, root=tmp_path)
     whole = Box((0,), (4,))
     tier.snapshot(1, RankState({"x": Part((4,), torch.float32, (Piece(whole, torch.ones(4)),))}))
     for wrong in (torch.ones(1), torch.ones(4, dtype=torch.float64)):
@@ -160,7 +160,7 @@ def test_a_tensor_that_does_not_fit_its_box_is_refused(tmp_path: Path):
 
 def test_too_little_memory_is_said_and_the_last_snapshot_stays(mount):
     root = mount(size="1m")
-    tier = MemoryTier(RUN, None, after=None, root=root)
+    tier = MemorySnapshots(RUN, None, after=None, root=root)
     tier.snapshot(1, RankState({"x": whole_part(torch.ones(1000))}))
     for size in (10**6, 10**13):
         large = torch.ones(1).expand(size)  # takes no memory of its own
@@ -181,7 +181,7 @@ FOREIGN = PurePosixPath("x")  # an object like any, of a class that is none of t
 
 
 def test_what_cannot_be_loaded_safely_does_not_count(tmp_path: Path):
-    tier = MemoryTier(RUN, None, after=None, root=tmp_path)
+    tier = MemorySnapshots(RUN, None, after=None, root=tmp_path)
     good = RankState({}, {"object": 1})
     tier.snapshot(1, good)
     tier.snapshot(2, good)
@@ -208,7 +208,7 @@ def test_the_next_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch)
         return real(data, **how)
 
     monkeypatch.setattr(memory, "hash_blocks", slow)
-    tier = MemoryTier(RUN, None, after=None, root=tmp_path)
+    tier = MemorySnapshots(RUN, None, after=None, root=tmp_path)
     first = tier.snapshot(1, state(1))
     second = tier.snapshot(2, state(2))
     assert first.waited < 0.1
@@ -218,7 +218,7 @@ def test_the_next_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch)
 
 
 def test_files_taken_from_under_a_run_are_noticed_and_made_again(tmp_path: Path):
-    tier = MemoryTier(RUN, None, after=None, root=tmp_path)
+    tier = MemorySnapshots(RUN, None, after=None, root=tmp_path)
     tier.snapshot(1, state(1))
     tier.wait()
     shutil.rmtree(folder_of(RUN, tmp_path))
@@ -244,19 +244,19 @@ def test_a_folder_that_somebody_else_prepared_is_not_used(tmp_path: Path, kind: 
         (tmp_path / "elsewhere").mkdir()
         target.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=str(target)):
-        MemoryTier(RUN, None, after=None, root=tmp_path)
+        MemorySnapshots(RUN, None, after=None, root=tmp_path)
 
 
 def test_a_root_that_is_not_there_is_said(tmp_path: Path):
     with pytest.raises(CheckpointError, match="nowhere"):
-        MemoryTier(RUN, None, after=None, root=tmp_path / "nowhere")
+        MemorySnapshots(RUN, None, after=None, root=tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="nowhere"):
         find_in_memory(RUN, None, root=tmp_path / "nowhere")
 
 
 def test_runs_do_not_see_each_other(tmp_path: Path):
     for run in ("one", "two"):
-        tier = MemoryTier(run, None, after=None, root=tmp_path)
+        tier = MemorySnapshots(run, None, after=None, root=tmp_path)
         tier.snapshot(1, RankState({}, {"run": run}))
         tier.close()
     found = find_in_memory("two", None, root=tmp_path)
@@ -279,7 +279,7 @@ def test_a_history_that_was_given_up_does_not_come_back(tmp_path: Path):
     roots = [str(tmp_path)]
     take(roots, [14, 15])
     # Gone back to step 5 on purpose: step 15 must not win after a crash.
-    tier = MemoryTier(RUN, None, after=5, root=tmp_path)
+    tier = MemorySnapshots(RUN, None, after=5, root=tmp_path)
     assert recall(roots) is None
     tier.snapshot(6, state(6), {"reason": "test"})
     tier.close()
@@ -289,7 +289,7 @@ def test_a_history_that_was_given_up_does_not_come_back(tmp_path: Path):
 def test_the_snapshot_gone_on_from_stays_until_there_is_a_newer_one(tmp_path: Path):
     roots = [str(tmp_path)]
     take(roots, [8, 9])
-    tier = MemoryTier(RUN, None, after=9, root=tmp_path)
+    tier = MemorySnapshots(RUN, None, after=9, root=tmp_path)
     assert recall(roots) == ("own memory", 9, [])
     tier.snapshot(10, state(10), {"reason": "test"})
     tier.wait()
@@ -450,7 +450,7 @@ def test_segments_of_one_step_from_two_attempts_are_not_mixed(ranks, tmp_path: P
 
 
 def shrinking(roots: list[str], after: int | None, steps: list[int]) -> set[str]:
-    tier = MemoryTier(RUN, group(), after=after, root=root_of(roots))
+    tier = MemorySnapshots(RUN, group(), after=after, root=root_of(roots))
     for step in steps:
         tier.snapshot(step, state(step), {"reason": "test"})
     tier.wait()
@@ -482,7 +482,7 @@ def test_what_ranks_that_are_no_more_left_is_cleared_away(ranks, tmp_path: Path)
 
 def failing(roots: list[str]) -> list[str]:
     rank, _ = rank_and_size()
-    tier = MemoryTier(RUN, group(), after=None, root=root_of(roots))
+    tier = MemorySnapshots(RUN, group(), after=None, root=root_of(roots))
     tier.snapshot(1, state(1), {"reason": "test"})
     said = []
     wrong = [state(step) for step in range(2, 6)]
@@ -515,7 +515,7 @@ def test_what_one_rank_cannot_do_all_ranks_hear_of(ranks, tmp_path: Path, nodes:
 def losing_a_folder(roots: list[str]) -> list[str]:
     """Somebody removes the files of rank 1's node while the run goes on."""
     rank, _ = rank_and_size()
-    tier = MemoryTier(RUN, group(), after=None, root=root_of(roots))
+    tier = MemorySnapshots(RUN, group(), after=None, root=root_of(roots))
     said = []
     for step in range(1, 8):
         if step == 3 and rank == 1:
@@ -542,7 +542,7 @@ def test_what_happens_on_one_node_all_ranks_hear_of_and_get_over(ranks, tmp_path
 def to_a_full_node(roots: list[str]) -> tuple[list[str], tuple[int, ...]]:
     """Rank 1 takes snapshots that grow; the copy finds ever less room on the node of rank 0."""
     rank, _ = rank_and_size()
-    tier = MemoryTier(RUN, group(), after=None, root=roots[rank])
+    tier = MemorySnapshots(RUN, group(), after=None, root=roots[rank])
     said, taken = [], []
     for step, extra in enumerate([1000, 1000, 1_000_000, 1000, 1000], start=1):
         own = {f"own/{rank}": whole_part(torch.full((extra * rank,), float(step)))}
@@ -574,7 +574,7 @@ def test_a_copy_that_finds_no_room_is_said_on_both_nodes(ranks, tmp_path: Path, 
 def uneven(roots: list[str], nodes: list[int]) -> tuple[int | None, str]:
     rank, _ = rank_and_size()
     root = roots[nodes[rank]]
-    tier = MemoryTier(RUN, group(), after=None, root=root)
+    tier = MemorySnapshots(RUN, group(), after=None, root=root)
     tier.snapshot(1, state(1))
     tier.close()
     dist.barrier()

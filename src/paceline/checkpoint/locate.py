@@ -30,7 +30,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A folder of checkpoints, and the ``name`` of the one in it that was meant, if one was.
 
     ``options`` and ``digest`` are those that the storage is opened with.
@@ -46,7 +46,9 @@ class Place:
         return open_storage(self.folder, self.options, self.digest)
 
 
-def locate(where: str | os.PathLike[str], *, follow: bool = False, key: str | None = None) -> Place:
+def locate(
+    where: str | os.PathLike[str], *, follow: bool = False, key: str | None = None
+) -> Location:
     """The checkpoints that ``where`` stands for.
 
     It may be a run folder, the folder of its checkpoints, or one checkpoint; as a path or a URL.
@@ -59,22 +61,22 @@ def locate(where: str | os.PathLike[str], *, follow: bool = False, key: str | No
     return place if key is None else dataclasses.replace(place, digest=with_key(key))
 
 
-def _locate(text: str, follow: bool) -> Place:
+def _locate(text: str, follow: bool) -> Location:
     if is_url(text):
         return _locate_url(text.rstrip("/"), None)
     path = Path(text.removeprefix("file://"))
     _check_folder(path)
     if step_of(path.absolute().name) is not None or (path / MANIFEST).is_file():
-        return Place(str(path.absolute().parent), path.absolute().name)
+        return Location(str(path.absolute().parent), path.absolute().name)
     if elsewhere := _place_in_config(path, follow):
         return elsewhere
     for folder in (path / "checkpoints", path):
         if folder.is_dir() and (folder != path or _holds_checkpoints(os.listdir(folder))):
             if not follow and not _is_inside(folder, path):
                 raise _not_followed(f"{folder} is a link to", os.path.realpath(folder), None)
-            return Place(str(folder))
+            return Location(str(folder))
     if (path / "config.yaml").is_file() or path.name == "checkpoints":
-        return Place(str(path))  # a run that has not saved yet
+        return Location(str(path))  # a run that has not saved yet
     run = latest_run(path)
     hint = f" The latest run in it is {run}." if run else ""
     raise CheckpointError(
@@ -177,21 +179,21 @@ def _check_folder(path: Path) -> None:
     raise CheckpointError(f"{path} is a file, not a folder of checkpoints. {hint}")
 
 
-def _locate_url(url: str, options: dict[str, Any] | None) -> Place:
+def _locate_url(url: str, options: dict[str, Any] | None) -> Location:
     above, _, name = url.rpartition("/")
     if step_of(name) is not None:
-        return Place(above, name, options)
+        return Location(above, name, options)
     names = open_storage(url, options).names()
     if MANIFEST in names:
-        return Place(above, name, options)
+        return Location(above, name, options)
     if not _holds_checkpoints(names) and "checkpoints" in names:
-        return Place(f"{url}/checkpoints", None, options)
+        return Location(f"{url}/checkpoints", None, options)
     if not names:
         raise CheckpointError(f"{url} does not exist, or is empty.")
-    return Place(url, None, options)
+    return Location(url, None, options)
 
 
-def _place_in_config(path: Path, follow: bool) -> Place | None:
+def _place_in_config(path: Path, follow: bool) -> Location | None:
     """Where the run in this folder saves, if its config names another place than the folder."""
     config = path / "config.yaml"
     if not config.is_file():
@@ -210,7 +212,7 @@ def _place_in_config(path: Path, follow: bool) -> Place | None:
     if not follow and not _is_inside(there, path):
         raise _not_followed(says, os.path.abspath(there), None)
     # Absolute where the name of a folder might be taken for a URL.
-    return Place(os.path.abspath(there) if is_url(str(there)) else str(there))
+    return Location(os.path.abspath(there) if is_url(str(there)) else str(there))
 
 
 def _is_inside(place: Path, folder: Path) -> bool:

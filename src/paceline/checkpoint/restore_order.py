@@ -13,8 +13,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What became of a rung: restored from (``ok``), or why not; ``step`` is ``None`` if empty."""
+class RestoreAttempt:
+    """What became of a candidate: restored from (``ok``), or why not.
+
+    ``rung`` names where it was; ``step`` is ``None`` where nothing was there.
+    """
 
     rung: str
     step: int | None
@@ -24,7 +27,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Rung(Generic[T]):
+class RestoreCandidate(Generic[T]):
     """A state that might be restored: of which step, by what; ``restore`` raises where it fails."""
 
     name: str
@@ -32,39 +35,38 @@ class Rung(Generic[T]):
     restore: Callable[[], T]
 
 
-def climb(
-    rungs: Sequence[Rung[T]],
-    report: Callable[[Tried], None],
+def restore_newest(
+    candidates: Sequence[RestoreCandidate[T]],
+    report: Callable[[RestoreAttempt], None],
     *,
     agree: Callable[[str | None], str | None] = lambda problem: problem,
 ) -> T | None:
-    """Restore from the first rung that can be; ``None`` where there is no rung at all.
+    """Restore from the first candidate that can be; ``None`` where there is none at all.
 
-    ``rungs`` are in the order in which they are preferred among equals: a newer step goes before
-    an older one wherever it is, and what is stepped over for it is still there if it fails. Each
-    attempt is told to ``report``.
+    ``candidates`` are in the order in which they are preferred among equals: a newer step goes
+    before an older one wherever it is, and what is skipped for it is still there if it fails. Each
+    attempt is given to ``report``.
 
-    A rung fails by a ``CheckpointError``. All ranks must come to the same end: ``agree`` is given
-    what went wrong on this rank, or ``None``, and returns what went wrong on any. Where all rungs
-    fail, that is an error: to begin again without a word would throw the run away.
+    A candidate fails by a ``CheckpointError``. All ranks must come to the same end: ``agree`` is
+    given what went wrong on this rank, or ``None``, and returns what went wrong on any. Where all
+    candidates fail, that is an error: to begin again without a word would throw the run away.
     """
-    for rung in _stepped_over(rungs):
-        newest = max(one.step for one in rungs)
+    for candidate in _stepped_over(candidates):
+        newest = max(one.step for one in candidates)
         detail = f"stepped over: there is a checkpoint of step {newest}."
-        report(Tried(rung.name, rung.step, False, detail, 0.0))
+        report(RestoreAttempt(candidate.name, candidate.step, False, detail, 0.0))
     problem: str | None = None
-    for rung in sorted(rungs, key=lambda rung: -rung.step):
+    for candidate in sorted(candidates, key=lambda one: -one.step):
         began = time.monotonic()
         restored: T | None = None
         try:
-            restored = rung.restore()
+            restored = candidate.restore()
             problem = None
         except CheckpointError as error:
             problem = str(error)
         problem = agree(problem)
-        report(
-            Tried(rung.name, rung.step, problem is None, problem or "", time.monotonic() - began)
-        )
+        seconds, ok = time.monotonic() - began, problem is None
+        report(RestoreAttempt(candidate.name, candidate.step, ok, problem or "", seconds))
         if problem is None:
             return restored
     if problem is None:
@@ -74,12 +76,12 @@ def climb(
     )
 
 
-def _stepped_over(rungs: Sequence[Rung[T]]) -> list[Rung[T]]:
-    """The rungs that would have come first, were it not for a newer step; one of each name."""
-    first: dict[str, Rung[T]] = {}
-    if rungs:
-        newest = max(rungs, key=lambda rung: rung.step)
-        for rung in rungs[: rungs.index(newest)]:
-            if rung.name != newest.name:
-                first.setdefault(rung.name, rung)
+def _stepped_over(candidates: Sequence[RestoreCandidate[T]]) -> list[RestoreCandidate[T]]:
+    """The candidates that would have come first, were it not for a newer step; one of each name."""
+    first: dict[str, RestoreCandidate[T]] = {}
+    if candidates:
+        newest = max(candidates, key=lambda one: one.step)
+        for candidate in candidates[: candidates.index(newest)]:
+            if candidate.name != newest.name:
+                first.setdefault(candidate.name, candidate)
     return list(first.values())

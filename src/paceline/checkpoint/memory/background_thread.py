@@ -9,7 +9,7 @@ from collections.abc import Callable
 from paceline.launch.endurance import Endurance
 
 
-class Worker:
+class BackgroundThread:
     """A thread that does one thing at a time; starting one each time would cost the step."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.hashing import XXH3, BlockHasher, Digest
 from paceline.checkpoint.manifest import Manifest, ObjectEntry, name_of
-from paceline.checkpoint.memory.nodes import Nodes
+from paceline.checkpoint.memory.nodes import MemoryNodes
 from paceline.checkpoint.memory.open_files import OpenFiles
 from paceline.checkpoint.memory.segment_files import fetched_path
 from paceline.checkpoint.memory.transfer_plan import Blocks, Transfer, needed, transfers
@@ -30,7 +30,7 @@ _OBJECTS = "objects.bin"
 
 
 @dataclass(frozen=True)
-class Source:
+class FileSource:
     """Where the bytes of a file are: the nodes that hold it, and its path if this one does."""
 
     nodes: tuple[int, ...]
@@ -48,11 +48,11 @@ class MemoryCheckpoint(Checkpoint):
         self,
         manifest: Manifest,
         objects: Mapping[str, bytes],
-        sources: Mapping[str, Source],
+        sources: Mapping[str, FileSource],
         *,
         rung: str,
         folder: Path,
-        nodes: Nodes,
+        nodes: MemoryNodes,
         digest: Digest = XXH3,
     ) -> None:
         self._files = OpenFiles(f"memory:{folder}", digest)
@@ -92,7 +92,7 @@ class MemoryCheckpoint(Checkpoint):
             had = self._fetched.get(file, frozenset())
             if self._sources[file].path is None and blocks - had:
                 wanted[file] = blocks | had
-        met = agreement.gather((wanted, secrets.token_hex(4)), nodes.group)
+        met = agreement.all_gather((wanted, secrets.token_hex(4)), nodes.group)
         holders = {file: source.nodes for file, source in self._sources.items()}
         plan = transfers([theirs for theirs, _ in met], nodes.ranks, holders, files)
         paths = {
@@ -100,30 +100,30 @@ class MemoryCheckpoint(Checkpoint):
             for one in plan
             if one.target in nodes.ranks[nodes.here]
         }
-        arriving = _Arriving({f: (path, files[f].size) for f, path in paths.items()})
+        arriving = _FetchedFiles({f: (path, files[f].size) for f, path in paths.items()})
         try:
-            agreement.agree(self._move(plan, arriving), nodes.group)
+            agreement.raise_on_all(self._move(plan, arriving), nodes.group)
             problem = None
             try:
                 for file, path in paths.items():
                     self._files.add(f"{self.name}/{file}", path, files[file].size)
             except CheckpointError as error:
                 problem = str(error)
-            agreement.agree(problem, nodes.group)
+            agreement.raise_on_all(problem, nodes.group)
         finally:
             arriving.unlink()  # who has it open keeps it; nothing stays behind whatever happens
         for rank in nodes.ranks[nodes.here]:
             for file, blocks in met[rank][0].items():
                 self._fetched[file] = self._fetched.get(file, frozenset()) | blocks
 
-    def _move(self, plan: Sequence[Transfer], arriving: _Arriving) -> str | None:
+    def _move(self, plan: Sequence[Transfer], arriving: _FetchedFiles) -> str | None:
         """Send and receive as planned, to the end whatever happens, so that nobody waits for us."""
         rank, problem = self._nodes.rank, None
         for one in plan:
             if rank not in (one.source, one.target):
                 continue
             data = torch.empty(one.end - one.start, dtype=torch.uint8)
-            with agreement.answered("bringing a snapshot from another node"):
+            with agreement.explained_timeout("bringing a snapshot from another node"):
                 try:
                     if rank == one.source:
                         self._read(one, data)
@@ -145,7 +145,7 @@ class MemoryCheckpoint(Checkpoint):
         self._files.close()
 
 
-class _Arriving:
+class _FetchedFiles:
     """Files in this node's memory that this rank fills with what others send."""
 
     def __init__(self, places: Mapping[str, tuple[Path, int]]) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from paceline.checkpoint.block_reader import file_damages
 from paceline.checkpoint.hashing import XXH3, Digest
 from paceline.checkpoint.manifest import Manifest, TensorEntry
-from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint, Source
-from paceline.checkpoint.memory.nodes import Nodes, meet
+from paceline.checkpoint.memory.checkpoint import FileSource, MemoryCheckpoint
+from paceline.checkpoint.memory.nodes import MemoryNodes, find_nodes
 from paceline.checkpoint.memory.open_files import OpenFiles
 from paceline.checkpoint.memory.segment_files import (
     OWN,
@@ -33,7 +33,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Offer:
+class HeldSegment:
     """A segment that a node holds."""
 
     node: int
@@ -65,9 +65,9 @@ class HeldSnapshot:
 
     step: int
     ranks: int
-    offers: tuple[Offer, ...]
+    offers: tuple[HeldSegment, ...]
     folder: Path
-    nodes: Nodes
+    nodes: MemoryNodes
     digest: Digest = XXH3
 
     @property
@@ -90,7 +90,7 @@ class HeldSnapshot:
         good = [(o, found) for o, found in zip(offers, checked, strict=True) if not found.problem]
         problems = [found.problem for found in checked if found.problem]
         self._require_all([offer for offer, _ in good], problems)
-        first: dict[int, tuple[Offer, _Checked]] = {}
+        first: dict[int, tuple[HeldSegment, _Checked]] = {}
         for offer, found in good:
             first.setdefault(offer.rank, (offer, found))
         header = first[0][0].header.manifest
@@ -111,7 +111,7 @@ class HeldSnapshot:
             digest=self.digest,
         )
 
-    def _require_all(self, offers: Sequence[Offer], problems: Sequence[str]) -> None:
+    def _require_all(self, offers: Sequence[HeldSegment], problems: Sequence[str]) -> None:
         """Raise unless there is a segment of every rank."""
         there = {offer.rank for offer in offers}
         lost = [file_name(rank) for rank in range(self.ranks) if rank not in there]
@@ -123,7 +123,7 @@ class HeldSnapshot:
                 f"{more}: {why}"
             )
 
-    def _check(self, offers: Sequence[Offer]) -> list[_Checked]:
+    def _check(self, offers: Sequence[HeldSegment]) -> list[_Checked]:
         """What is in each of ``offers``: looked at by one rank on its node, told to all."""
         mine = {
             number: _look(self.folder, offer.header, self.digest)
@@ -131,19 +131,19 @@ class HeldSnapshot:
             if self.nodes.is_mine(offer.node, number)
         }
         found: dict[int, _Checked] = {}
-        for theirs in agreement.gather(mine, self.nodes.group):
+        for theirs in agreement.all_gather(mine, self.nodes.group):
             found |= theirs
         return [found[number] for number in range(len(offers))]
 
-    def _sources(self, good: Sequence[Offer]) -> dict[str, Source]:
-        sources: dict[str, Source] = {}
+    def _sources(self, good: Sequence[HeldSegment]) -> dict[str, FileSource]:
+        sources: dict[str, FileSource] = {}
         for offer in good:
             file = file_name(offer.rank)
-            known = sources.get(file, Source((), None))
+            known = sources.get(file, FileSource((), None))
             path = known.path
             if path is None and offer.node == self.nodes.here:
                 path = self.folder / f"{offer.header.name}.bin"
-            sources[file] = Source((*known.nodes, offer.node), path)
+            sources[file] = FileSource((*known.nodes, offer.node), path)
         return sources
 
 
@@ -158,19 +158,19 @@ def snapshots_in_memory(
 ) -> list[HeldSnapshot]:
     """The snapshots of a run of which any node holds a segment, newest first. A collective.
 
-    Segments that cannot be read, or are of another run (see ``MemoryTier``), are told to
+    Segments that cannot be read, or are of another run (see ``MemorySnapshots``), are told to
     ``on_problem``, on every rank; so is a folder that is not this user's alone, which is not read.
     """
     folder = folder_of(run, root)
-    nodes = meet(root, group)
+    nodes = find_nodes(root, group)
     mine: tuple[list[Header], list[str]] = ([], [])
     if nodes.is_first_here:
         mine = headers_in(folder, identity, digest)
-    offers: dict[tuple[int, str], list[Offer]] = {}
-    for rank, (headers, problems) in enumerate(agreement.gather(mine, group)):
+    offers: dict[tuple[int, str], list[HeldSegment]] = {}
+    for rank, (headers, problems) in enumerate(agreement.all_gather(mine, group)):
         node = next(number for number, ranks in enumerate(nodes.ranks) if rank in ranks)
         for header in headers:
-            offers.setdefault((header.step, header.snapshot), []).append(Offer(node, header))
+            offers.setdefault((header.step, header.snapshot), []).append(HeldSegment(node, header))
         for problem in problems if on_problem is not None else ():
             assert on_problem is not None
             on_problem(problem)

@@ -1,4 +1,4 @@
-"""Copies of a snapshot on another node: how the bytes get there."""
+"""PartnerCopies of a snapshot on another node: how the bytes get there."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.memory.shared_memory import Slots
-from paceline.checkpoint.sharded.agreement import answered
+from paceline.checkpoint.sharded.agreement import explained_timeout
 from paceline.checkpoint.tensor_bytes import memory_of
 from paceline.errors import CheckpointError
 
 _CHUNK = 256 * 1024 * 1024
 
 
-class Copies:
+class PartnerCopies:
     """The copies that this rank sends to the rank ``to``, and those it keeps for others."""
 
     def __init__(
@@ -39,16 +39,16 @@ class Copies:
             outgoing = Outgoing(self._to, [as_tensor(header), as_tensor(index), body])
             if not header:
                 outgoing = Outgoing(self._to, [])
-        arriving = [_Arriving(slots) for slots in self.kept]
+        arriving = [_ArrivingCopy(slots) for slots in self.kept]
         incoming = [Incoming(one.slots.rank, one.room) for one in arriving]
-        with answered("sending a snapshot to another node"):
+        with explained_timeout("sending a snapshot to another node"):
             problems = exchange(self._group, outgoing, incoming, parts=3)
         for one in arriving:
             one.commit()
         return problems
 
 
-class _Arriving:
+class _ArrivingCopy:
     """A copy on its way to its segment."""
 
     def __init__(self, slots: Slots) -> None:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from paceline.checkpoint.hashing import BLOCK, XXH3, Digest, FileEntry, hash_blocks
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.memory.background_thread import Worker
-from paceline.checkpoint.memory.nodes import Nodes, meet, partners
-from paceline.checkpoint.memory.partner_copies import Copies, as_tensor
+from paceline.checkpoint.memory.background_thread import BackgroundThread
+from paceline.checkpoint.memory.nodes import MemoryNodes, find_nodes, partners
+from paceline.checkpoint.memory.partner_copies import PartnerCopies, as_tensor
 from paceline.checkpoint.memory.segment_files import (
     COPY,
     OWN,
@@ -54,7 +54,7 @@ from paceline.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Snapped:
+class SnapshotTaken:
     """A snapshot was taken; this rank copied ``bytes``.
 
     Training stood still for ``seconds``; it ``waited`` for so many of them for the one before.
@@ -66,7 +66,7 @@ class Snapped:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _CopiedSnapshot:
     """A snapshot that is copied, and does not count yet."""
 
     name: str
@@ -76,7 +76,7 @@ class _Taken:
     index: bytes
 
 
-class MemoryTier:
+class MemorySnapshots:
     """Snapshots of a run in the shared memory of its nodes. Every rank makes one, together.
 
     ``run`` is the folder (or URL) that the run is known by; ``identity`` tells apart runs that
@@ -99,7 +99,7 @@ class MemoryTier:
         digest: Digest = XXH3,
     ) -> None:
         self._run, self._root, self._digest = run, root, digest
-        self._rank, self._size = agreement.rank_in(group), agreement.size_of(group)
+        self._rank, self._size = agreement.group_rank(group), agreement.group_size(group)
         self._group = group
         self._identity = identity
         self._folder = folder_of(run, root)
@@ -111,7 +111,7 @@ class MemoryTier:
         self._own = Slots(self._folder, self._rank, OWN, keep, digest)
         kept = [rank for rank, keeper in enumerate(chosen) if keeper == self._rank]
         slots = [Slots(self._folder, rank, COPY, keep, digest) for rank in kept]
-        self._copies = Copies(group, self.partner, slots)
+        self._copies = PartnerCopies(group, self.partner, slots)
         here = self._nodes.ranks[self._nodes.here]
         self._used_here = {(rank, OWN) for rank in here}
         self._used_here |= {(rank, COPY) for rank, keeper in enumerate(chosen) if keeper in here}
@@ -122,11 +122,11 @@ class MemoryTier:
         self._has_strays = True
         self._share: WriteShare | None = None
         self._views: dict[Segment, tuple[Tensor, list[Tensor]]] = {}
-        self._worker = Worker()
+        self._worker = BackgroundThread()
         self._in_flight = False
         self._problem: str | None = None
         self._count = 0
-        self._token = agreement.gather(secrets.token_hex(4), group)[0]
+        self._token = agreement.all_gather(secrets.token_hex(4), group)[0]
         self._closed = False
 
     @property
@@ -141,7 +141,7 @@ class MemoryTier:
 
     def snapshot(
         self, step: int, state: RankState, info: Mapping[str, Any] | None = None
-    ) -> Snapped:
+    ) -> SnapshotTaken:
         """Copy ``state`` into memory. A collective; it returns when the copy is made.
 
         Waits for the snapshot before, where that is not through yet. Whatever goes wrong, with
@@ -149,7 +149,7 @@ class MemoryTier:
         newest snapshot that is whole stays.
         """
         if self._closed:
-            raise CheckpointError("snapshot(): this MemoryTier is closed. Make a new one.")
+            raise CheckpointError("snapshot(): this MemorySnapshots is closed. Make a new one.")
         began = time.perf_counter()
         self._worker.wait()
         waited = time.perf_counter() - began
@@ -165,7 +165,7 @@ class MemoryTier:
         self._in_flight = True
         self._worker.begin(functools.partial(self._finish, taken, problem))
         size = 0 if taken is None else taken.size
-        return Snapped(time.perf_counter() - began, waited, size)
+        return SnapshotTaken(time.perf_counter() - began, waited, size)
 
     def wait(self) -> None:
         """Return when the newest snapshot counts and its copy is on the partner's node."""
@@ -203,14 +203,14 @@ class MemoryTier:
     def _segments(self) -> list[Segment]:
         return [segment for slots in (self._own, *self._copies.kept) for segment in slots.both]
 
-    def _meet(self) -> Nodes:
+    def _meet(self) -> MemoryNodes:
         """Make the folder, and find out who else is here."""
         problem = None
         try:
             make_folder(self._run, self._root)
         except CheckpointError as error:
             problem = str(error)
-        return meet(self._root, self._group, problem)
+        return find_nodes(self._root, self._group, problem)
 
     def _sweep(self, keep: tuple[int, str] | None) -> None:
         """Remove what ranks that are not here any more left, but for the snapshot to ``keep``."""
@@ -249,7 +249,7 @@ class MemoryTier:
                 self._own.spare.reserve(share.place(objects)[1], pin=share.on_cuda)
             except CheckpointError as error:
                 problem = str(error)
-            agreement.agree(problem, self._group)
+            agreement.raise_on_all(problem, self._group)
         return share
 
     def _copy(
@@ -259,7 +259,7 @@ class MemoryTier:
         objects: Mapping[str, bytes],
         info: dict[str, Any],
         share: WriteShare,
-    ) -> _Taken:
+    ) -> _CopiedSnapshot:
         segment = self._own.spare
         segment.clear()
         segment.put_index(share.index)
@@ -268,7 +268,7 @@ class MemoryTier:
         for name, entry in entries.items():
             segment.memory[entry.start : entry.start + entry.length] = as_tensor(objects[name])
         manifest = Manifest(step, info, objects=entries)
-        return _Taken(f"{self._token}-{self._count}", manifest, objects, size, share.index)
+        return _CopiedSnapshot(f"{self._token}-{self._count}", manifest, objects, size, share.index)
 
     def _count_as_whole(self) -> None:
         """The snapshot before is whole on all ranks: what was there before it may go."""
@@ -286,7 +286,9 @@ class MemoryTier:
                 segment.close()
             self._views.clear()
         self._problem = None
-        raise CheckpointError(agreement.named(agreement.gather(mine, self._group)) or "")
+        raise CheckpointError(
+            agreement.joined_problems(agreement.all_gather(mine, self._group)) or ""
+        )
 
     def _views_of(self, segment: Segment, share: WriteShare) -> Sequence[Tensor]:
         memory, views = self._views.get(segment, (None, []))
@@ -295,7 +297,7 @@ class MemoryTier:
             self._views[segment] = segment.memory, views
         return views
 
-    def _finish(self, taken: _Taken | None, problem: str | None) -> None:
+    def _finish(self, taken: _CopiedSnapshot | None, problem: str | None) -> None:
         """What the thread does: hash, commit, and trade copies with other nodes."""
         header, index, body = b"", b"", torch.empty(0, dtype=torch.uint8)
         problems = [] if problem is None else [problem]
@@ -312,7 +314,7 @@ class MemoryTier:
             problems.append(_sentence(error, taken))
         self._problem = " ".join(problems) or None
 
-    def _commit(self, taken: _Taken) -> bytes:
+    def _commit(self, taken: _CopiedSnapshot) -> bytes:
         for name, data in taken.objects.items():
             check_loadable(name, data)
         segment = self._own.spare
@@ -331,7 +333,7 @@ class MemoryTier:
         return header
 
 
-def _sentence(error: Exception, taken: _Taken | None) -> str:
+def _sentence(error: Exception, taken: _CopiedSnapshot | None) -> str:
     step = "" if taken is None else f" of step {taken.manifest.step}"
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     return f"the snapshot in memory{step} failed: {text}"

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def answered(what: str) -> Iterator[None]:
+def explained_timeout(what: str) -> Iterator[None]:
     """When the transport gives up inside, say so by an error of Paceline's."""
     try:
         yield
@@ -29,38 +29,38 @@ def answered(what: str) -> Iterator[None]:
         ) from error
 
 
-def size_of(group: dist.ProcessGroup | None) -> int:
+def group_size(group: dist.ProcessGroup | None) -> int:
     """How many ranks there are; one where there is no group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
-def rank_in(group: dist.ProcessGroup | None) -> int:
+def group_rank(group: dist.ProcessGroup | None) -> int:
     """This process's place among them."""
     return 0 if group is None else dist.get_rank(group)
 
 
-def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+def all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """What every rank gave, by rank, on every rank."""
     if group is None:
         return [value]
-    with answered("exchanging what ranks know of snapshots"):
+    with explained_timeout("exchanging what ranks know of snapshots"):
         return objects.all_gather(value, group)
 
 
-def collect(value: T, group: dist.ProcessGroup | None) -> list[T] | None:
+def gather_on_first(value: T, group: dist.ProcessGroup | None) -> list[T] | None:
     """What every rank gave, by rank, on the group's first rank; ``None`` on the others."""
     if group is None:
         return [value]
-    with answered("planning a snapshot"):
+    with explained_timeout("planning a snapshot"):
         return objects.gather(value, group)
 
 
-def hand_out(values: Sequence[T] | None, group: dist.ProcessGroup | None) -> T:
+def scatter_from_first(values: Sequence[T] | None, group: dist.ProcessGroup | None) -> T:
     """This rank's of the values that the group's first rank has for everyone."""
     if group is None:
         assert values is not None
         return values[0]
-    with answered("planning a snapshot"):
+    with explained_timeout("planning a snapshot"):
         mine: T = objects.scatter(values, group)
         return mine
 
@@ -70,7 +70,7 @@ def any_of(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]
     if group is None:
         return list(flags)
     numbers = torch.tensor(flags, dtype=torch.int32)
-    with answered("agreeing on a snapshot"):
+    with explained_timeout("agreeing on a snapshot"):
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     return [bool(number) for number in numbers.tolist()]
 
@@ -79,10 +79,10 @@ def first_problem(problem: str | None, group: dist.ProcessGroup | None) -> str |
     """What is wrong on some rank, in the same words on all; ``None`` where nothing is."""
     if not any_of([problem is not None], group)[0]:
         return None
-    return named(gather(problem, group))
+    return joined_problems(all_gather(problem, group))
 
 
-def named(problems: Sequence[str | None]) -> str | None:
+def joined_problems(problems: Sequence[str | None]) -> str | None:
     """The problems of all ranks in one text that says whose they are."""
     by_text: dict[str, list[int]] = {}
     for rank, problem in enumerate(problems):
@@ -93,7 +93,7 @@ def named(problems: Sequence[str | None]) -> str | None:
     return " ".join(f"Rank {', '.join(map(str, who))}: {text}" for text, who in by_text.items())
 
 
-def agree(problem: str | None, group: dist.ProcessGroup | None) -> None:
+def raise_on_all(problem: str | None, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank when one has a problem. All ranks must call it."""
     if (found := first_problem(problem, group)) is not None:
         raise CheckpointError(found)

@@ -14,18 +14,18 @@ import torch.distributed as dist
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.rank_state import RankState
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.sharded.host_copy import Snapshot
+from paceline.checkpoint.sharded.host_copy import HostCopy
 from paceline.checkpoint.sharded.save_load import save_measured
 from paceline.checkpoint.sharded.write_share import OwnBoxes
 from paceline.errors import CheckpointError
 
 _AT_EXIT_S = 10.0
-"""How long a process that ends without :meth:`Saver.close` waits for the save in flight. A thread
-that comes back from a collective while Python shuts down would abort the process."""
+"""How long a process that ends without :meth:`AsyncSaver.close` waits for the save in flight: a
+thread that comes back from a collective while Python shuts down would abort the process."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """What became of a save. It succeeded if and only if ``error`` is ``None``.
 
     ``bytes`` is what all ranks wrote, ``seconds`` how long it took from the copy on, ``stalled``
@@ -42,7 +42,7 @@ class Outcome:
     warning: str | None = None
 
 
-class Saver:
+class AsyncSaver:
     """Saves checkpoints into ``folder``, one at a time, while the training goes on.
 
     One on each rank of ``group``, which must be a group of their own that moves CPU tensors (Gloo)
@@ -56,9 +56,9 @@ class Saver:
         self._group = group
         self._keep = keep
         self._own = OwnBoxes(group)
-        self._snapshot = Snapshot()
+        self._copy = HostCopy()
         self._thread: threading.Thread | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[SaveOutcome] = []
         self._lock = threading.Lock()
         self._closed = False
 
@@ -68,7 +68,7 @@ class Saver:
         Called by all ranks, with states as they will save them.
         """
         self._join()
-        self._snapshot.reserve(self._own.of(0, state))
+        self._copy.reserve(self._own.of(0, state))
 
     def save(self, step: int, state: RankState, info: dict[str, Any]) -> float:
         """Begin to save; the seconds waited for the save before this one to end.
@@ -86,7 +86,7 @@ class Saver:
         problem = None
         try:
             own = self._own.of(step, state)  # nothing else uses the group now
-            state, info = self._snapshot.take(own), copy.deepcopy(info)
+            state, info = self._copy.take(own), copy.deepcopy(info)
         except Exception as error:  # told to all ranks: they would wait for this one in vain
             known = isinstance(error, CheckpointError)
             problem = str(error) if known else f"{type(error).__name__}: {error}"
@@ -102,22 +102,22 @@ class Saver:
         atexit.register(self._thread.join, _AT_EXIT_S)
         return waited
 
-    def finished(self) -> list[Outcome]:
+    def finished(self) -> list[SaveOutcome]:
         """The saves that ended since the last call, oldest first. Does not wait."""
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def wait(self) -> list[Outcome]:
+    def wait(self) -> list[SaveOutcome]:
         """Wait for the save in flight; then as :meth:`finished`."""
         self._join()
         return self.finished()
 
-    def close(self) -> list[Outcome]:
+    def close(self) -> list[SaveOutcome]:
         """Wait for the save in flight and give the memory back; then as :meth:`finished`."""
         self._closed = True
         self._join()
-        self._snapshot.free()
+        self._copy.free()
         return self.finished()
 
     def _join(self) -> None:
@@ -149,7 +149,7 @@ class Saver:
         path = self._folder.get(step).path
         seconds = time.perf_counter() - began
         with self._lock:
-            self._outcomes.append(Outcome(step, path, size, seconds, stalled, error, warning))
+            self._outcomes.append(SaveOutcome(step, path, size, seconds, stalled, error, warning))
 
     def _delete_old(self, step: int) -> str | None:
         if self._keep is None or (self._group is not None and dist.get_rank(self._group) != 0):

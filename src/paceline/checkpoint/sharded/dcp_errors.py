@@ -27,7 +27,7 @@ class RanksFoundDamage(RanksFailed, CheckpointDamaged):
     """The same, and what every one of them found is damage."""
 
 
-def travelling(method: Callable[P, T]) -> Callable[P, T]:
+def sendable_errors(method: Callable[P, T]) -> Callable[P, T]:
     """Let ``method`` raise nothing but ``CheckpointError`` and ``CheckpointDamaged``.
 
     What a rank raises is sent to all others, and not every exception survives that.
@@ -50,7 +50,7 @@ def travelling(method: Callable[P, T]) -> Callable[P, T]:
     return wrapper
 
 
-def together(what: str, call: Callable[..., T], group: dist.ProcessGroup | None, **named: Any) -> T:
+def run_dcp(what: str, call: Callable[..., T], group: dist.ProcessGroup | None, **named: Any) -> T:
     """``call``, one of ``dcp.save`` and ``dcp.load``, by all ranks of ``group``.
 
     Without a group, by this process alone. A rank that fails makes all ranks raise the same

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.planner import (
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.rank_state import Part, RankState, check_piece
-from paceline.checkpoint.sharded.dcp_errors import travelling
+from paceline.checkpoint.sharded.dcp_errors import sendable_errors
 from paceline.checkpoint.sharded.load_plan import read_plan
 from paceline.checkpoint.sharded.save_plan import (
     BoxKey,
-    Given,
+    RankOffer,
     Tensors,
     box_of,
     object_item,
@@ -58,7 +58,7 @@ class StateSavePlanner(SavePlanner):
     ) -> None:
         """Nothing to do: the state is known."""
 
-    @travelling
+    @sendable_errors
     def create_local_plan(self) -> SavePlan:
         """All that this rank could write."""
         if self._problem is not None:
@@ -73,10 +73,10 @@ class StateSavePlanner(SavePlanner):
         for name, value in self._state.objects.items():
             self._objects[name] = object_bytes(name, value)
         sizes = {name: len(data) for name, data in self._objects.items()}
-        given = Given(self._step, self._tensors, tuple(self._pieces), sizes)
+        given = RankOffer(self._step, self._tensors, tuple(self._pieces), sizes)
         return SavePlan([], planner_data=given)
 
-    @travelling
+    @sendable_errors
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Each box by one rank, each object by the rank that has it."""
         shares, tensors = shared_out([plan.planner_data for plan in all_plans])
@@ -86,7 +86,7 @@ class StateSavePlanner(SavePlanner):
         ]
         return plans, Metadata({}, planner_data=tensors)
 
-    @travelling
+    @sendable_errors
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """What this rank writes."""
         keys = tuple(self._pieces)
@@ -119,7 +119,7 @@ class PartsLoadPlanner(LoadPlanner):
     ) -> None:
         """Nothing to do: the parts are known."""
 
-    @travelling
+    @sendable_errors
     def create_local_plan(self) -> LoadPlan:
         """Empty: nobody else needs to know what this rank reads, so it is not sent around."""
         self._plan = LoadPlan(read_plan(self._parts, self._checkpoint.manifest))

@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 
 
-class Snapshot:
+class HostCopy:
     """One buffer that a state is copied into, again and again.
 
     It grows to the largest state it was given and is kept until :meth:`free`. It is pinned where
@@ -27,7 +27,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._unpin: weakref.finalize[..., Snapshot] | None = None
+        self._unpin: weakref.finalize[..., HostCopy] | None = None
         self._structure: list[Any] | None = None
         self._copies: dict[str, Part] = {}
 

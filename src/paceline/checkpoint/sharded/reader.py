@@ -22,7 +22,7 @@ from paceline.checkpoint.boxes import Box, overlap
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.hashing import BLOCK
 from paceline.checkpoint.manifest import Stored
-from paceline.checkpoint.sharded.dcp_errors import travelling
+from paceline.checkpoint.sharded.dcp_errors import sendable_errors
 from paceline.checkpoint.tensor_bytes import flat, memory_of
 
 _WINDOW = 8 * BLOCK
@@ -75,7 +75,7 @@ class PartsReader(StorageReader):
         future.set_result(None)
         return future
 
-    @travelling
+    @sendable_errors
     @torch.no_grad()
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         targets = [planner.resolve_tensor(item) for item in items]

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.rank_state import Part, RankState
-from paceline.checkpoint.sharded.dcp_errors import RanksFailed, together
+from paceline.checkpoint.sharded.dcp_errors import RanksFailed, run_dcp
 from paceline.checkpoint.sharded.dcp_planner import PartsLoadPlanner, StateSavePlanner
 from paceline.checkpoint.sharded.reader import PartsReader
 from paceline.checkpoint.sharded.writer import StateWriter
@@ -64,7 +64,7 @@ def save_measured(
     checkpoint = folder.get(step)
     writer = StateWriter(checkpoint, step, info, read_back=read_back, check_lock=folder.check_lock)
     try:
-        metadata = together(
+        metadata = run_dcp(
             f"saving step {step} to {checkpoint.path}",
             dcp_save,
             group,
@@ -89,7 +89,7 @@ def load(
     ``CheckpointError`` with the reason of the first one that failed. For ``group`` see
     :func:`save`.
     """
-    together(
+    run_dcp(
         f"loading {checkpoint.path}",
         dcp_load,
         group,

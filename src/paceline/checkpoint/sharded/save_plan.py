@@ -40,7 +40,7 @@ BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Given:
+class RankOffer:
     """What a rank has to give to the save of ``step``: objects are given with their sizes.
 
     It knows the ``tensors`` by name, and holds ``boxes`` of them. Plain tuples, for there may be
@@ -88,7 +88,7 @@ def aligned(at: int) -> int:
     return at + -at % _ALIGNMENT
 
 
-def shared_out(given: Sequence[Given]) -> tuple[list[list[int]], Tensors]:
+def shared_out(given: Sequence[RankOffer]) -> tuple[list[list[int]], Tensors]:
     """For each rank which of its boxes it is to write, by number; and all tensors there are.
 
     Refuses a state whose ranks contradict each other or leave elements of a tensor out.
@@ -112,7 +112,7 @@ def shared_out(given: Sequence[Given]) -> tuple[list[list[int]], Tensors]:
     return shares, tensors
 
 
-def _agreed_tensors(given: Sequence[Given]) -> Tensors:
+def _agreed_tensors(given: Sequence[RankOffer]) -> Tensors:
     tensors: Tensors = {}
     first: dict[str, int] = {}
     for rank, own in enumerate(given):
@@ -132,7 +132,7 @@ def _agreed_tensors(given: Sequence[Given]) -> Tensors:
     return tensors
 
 
-def _check_objects(given: Sequence[Given]) -> None:
+def _check_objects(given: Sequence[RankOffer]) -> None:
     givers: dict[str, int] = {}
     for rank, own in enumerate(given):
         for name in own.objects:

@@ -88,8 +88,10 @@ def plan_write_share(
         mine: SavePlan | str = planner.create_local_plan()
     except CheckpointError as error:
         mine = str(error)
-    given = agreement.collect(mine, group)
-    answer = agreement.hand_out(None if given is None else _share_out(planner, given), group)
+    given = agreement.gather_on_first(mine, group)
+    answer = agreement.scatter_from_first(
+        None if given is None else _share_out(planner, given), group
+    )
     if isinstance(answer, str):
         return None, answer
     return WriteShare(state, planner.finish_plan(answer).items, file), None
@@ -112,7 +114,7 @@ class OwnBoxes:
         Where the ranks find no plan it is all of ``state``: the save will say why. Raises
         ``CheckpointError`` where a rank does not answer.
         """
-        if agreement.size_of(self._group) == 1:
+        if agreement.group_size(self._group) == 1:
             return state
         # Objects are given by one rank each, and change their size from save to save.
         tensors = RankState(state.tensors)
@@ -171,7 +173,7 @@ def _share_out(
     planner: StateSavePlanner, given: Sequence[SavePlan | str]
 ) -> Sequence[SavePlan | str]:
     """By rank, its share of the plan; the same text for all where something is wrong."""
-    problem = agreement.named([one if isinstance(one, str) else None for one in given])
+    problem = agreement.joined_problems([one if isinstance(one, str) else None for one in given])
     if problem is None:
         try:
             return planner.create_global_plan([one for one in given if isinstance(one, SavePlan)])[

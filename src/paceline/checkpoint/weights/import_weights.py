@@ -18,7 +18,7 @@ from paceline.checkpoint.rank_state import Part, RankState, whole_part
 from paceline.checkpoint.sharded.save_load import save
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.checkpoint.weights.export_config import INFO_KEY
-from paceline.checkpoint.weights.weight_files import Source, read_source
+from paceline.checkpoint.weights.weight_files import LoadedWeights, read_source
 from paceline.errors import CheckpointError
 
 _SMALL = 1024 * 1024
@@ -57,7 +57,7 @@ def import_weights(
         return save(folder, 0, state, info=_info(found, source), group=None)
 
 
-def _parts(found: Source, source: str, strip: str, part: str) -> dict[str, Part]:
+def _parts(found: LoadedWeights, source: str, strip: str, part: str) -> dict[str, Part]:
     """What is to be saved, by its name in the checkpoint."""
     if not found.tensors:
         raise CheckpointError(f"{source} holds no tensors: there is nothing to import.")
@@ -140,7 +140,7 @@ def _left_as_it_was(folder: Folder) -> Iterator[None]:
         raise
 
 
-def _info(found: Source, source: str | os.PathLike[str]) -> dict[str, Any]:
+def _info(found: LoadedWeights, source: str | os.PathLike[str]) -> dict[str, Any]:
     info: dict[str, Any] = {
         "reason": "import",
         "source": f"{found.kind}: {os.fspath(source)}",

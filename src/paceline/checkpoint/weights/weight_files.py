@@ -33,7 +33,7 @@ Reader = Callable[[Path], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Source:
+class LoadedWeights:
     """Tensors by name, what ``kind`` of source they are from, and its Hugging Face config."""
 
     kind: str
@@ -41,7 +41,7 @@ class Source:
     hf_config: dict[str, Any] = field(default_factory=dict)
 
 
-def read_source(path: str | os.PathLike[str]) -> Source:
+def read_source(path: str | os.PathLike[str]) -> LoadedWeights:
     """The weights in a safetensors file, a Hugging Face folder or a torch file."""
     path = Path(path)
     if not path.exists():
@@ -50,13 +50,13 @@ def read_source(path: str | os.PathLike[str]) -> Source:
         return _read_folder(path)
     _check_regular(path)
     if path.suffix == ".safetensors":
-        return Source("safetensors", _read_safetensors(path))
+        return LoadedWeights("safetensors", _read_safetensors(path))
     if path.suffix in _TORCH_ENDINGS or is_zip(path):
         return _read_torch(path)
     raise CheckpointError(f"{path} is neither of what can be imported: {_KINDS}.")
 
 
-def _read_folder(folder: Path) -> Source:
+def _read_folder(folder: Path) -> LoadedWeights:
     names = sorted(os.listdir(folder))
     for file, index, read in (
         ("model.safetensors", "model.safetensors.index.json", _read_safetensors),
@@ -67,9 +67,9 @@ def _read_folder(folder: Path) -> Source:
                 f"{folder} holds {file} and {index}: which of them counts? Move the other away."
             )
         if index in names:
-            return Source("hf", _read_shards(folder / index, names, read), _config(folder))
+            return LoadedWeights("hf", _read_shards(folder / index, names, read), _config(folder))
         if file in names:
-            return Source("hf", read(folder / file), _config(folder))
+            return LoadedWeights("hf", read(folder / file), _config(folder))
     raise CheckpointError(f"{folder} holds no model.safetensors{_hint(folder, names)}")
 
 
@@ -120,12 +120,12 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}.") from error
 
 
-def _read_torch(path: Path) -> Source:
+def _read_torch(path: Path) -> LoadedWeights:
     """A state dict, alone or beside other things; or a checkpoint of Paceline 0.1."""
     content = load_torch_file(path)
     if isinstance(content, dict) and content.get("format") == 1 and "engine" in content:
-        return Source("paceline-0.1", _checked(content["engine"]["model"], path))
-    return Source("torch", _checked(content, path))
+        return LoadedWeights("paceline-0.1", _checked(content["engine"]["model"], path))
+    return LoadedWeights("torch", _checked(content, path))
 
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:
