@@ -38,7 +38,7 @@ def steps_per_epoch(samples: int, global_batch: int, drop_last: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchCut:
     """How the data is cut: into global batches, and each of those into one share a rank."""
 
     global_batch: int

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from paceline.data.batch_shares import Cut
+from paceline.data.batch_shares import BatchCut
 from paceline.data.fingerprints import INDICES, Leaf, digest
-from paceline.data.map_dataset import MapSource, Request
-from paceline.data.randomness import Stream, seed_for
+from paceline.data.map_dataset import BatchRequest, MapSource
+from paceline.data.randomness import RandomStream, seed_for
 from paceline.data.rank_comparison import Drawn
-from paceline.data.sample_source import Fetching, Place
+from paceline.data.sample_source import Fetching, LoaderPosition
 from paceline.errors import DataError
 
 
@@ -34,7 +34,7 @@ class SamplerSource(MapSource):
     )
 
     def __init__(
-        self, dataset: Any, batches: Iterable[Any], cut: Cut, fetching: Fetching, seed: int
+        self, dataset: Any, batches: Iterable[Any], cut: BatchCut, fetching: Fetching, seed: int
     ) -> None:
         super().__init__(dataset, cut, fetching, seed)
         self.batches = batches
@@ -54,7 +54,7 @@ class SamplerSource(MapSource):
         """As many as the sampler says."""
         return length(self.batches)
 
-    def follow(self, cut: Cut) -> None:
+    def follow(self, cut: BatchCut) -> None:
         """Cut the data this way from now on; a plain batch sampler makes batches of that size."""
         super().follow(cut)
         if type(self.batches) is BatchSampler and self.batches.batch_size != cut.global_batch:
@@ -69,7 +69,7 @@ class SamplerSource(MapSource):
         """What must be the same for a state to fit."""
         return {"seed": self.seed}
 
-    def requests(self, place: Place) -> Iterator[Request]:
+    def requests(self, place: LoaderPosition) -> Iterator[BatchRequest]:
         """The plan from ``place`` to the end of its epoch."""
         self._wind_generators(place.epoch)
         skip, first = place.offset, True
@@ -85,7 +85,7 @@ class SamplerSource(MapSource):
             else:
                 begin, end = self.cut.share(len(batch))
                 indices = batch[begin:end] if begin < end else batch[:1]
-                yield Request(
+                yield BatchRequest(
                     place.epoch, indices, end - begin, len(batch), *self._compared(batch, first)
                 )
                 first = False
@@ -111,7 +111,7 @@ class SamplerSource(MapSource):
         for part in self._parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        draw = Stream(seed_for(self.seed, epoch))
+        draw = RandomStream(seed_for(self.seed, epoch))
         iterator = draw.run(lambda: iter(self.batches))
         while (batch := draw.run(lambda: next(iterator, None))) is not None:
             if not (indices := list(batch)):

@@ -1,7 +1,7 @@
-"""Prints of samples: small enough to compare between ranks, telling enough to see a difference.
+"""Fingerprints of samples: small enough to compare between ranks, and still show a difference.
 
-A print names each leaf of a sample, what it is, and a few of its values. Objects that nothing is
-known of leave only their type, so that what two processes hold alike never looks different.
+A fingerprint names each leaf of a sample, what it is, and a few of its values. Objects that nothing
+is known of leave only their type, so that what two processes hold alike never looks different.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Leaf(NamedTuple):
         return any(isinstance(value, float) for value in self.values)
 
 
-Print = tuple[Leaf, ...]
+Fingerprint = tuple[Leaf, ...]
 
 
-def print_of(sample: Any, path: str = "") -> Print:
-    """The print of ``sample``, a nest of containers, tensors, arrays, numbers and text."""
+def fingerprint(sample: Any, path: str = "") -> Fingerprint:
+    """The fingerprint of ``sample``, a nest of containers, tensors, arrays, numbers and text."""
     return tuple(_leaves(sample, path))
 
 
@@ -53,15 +53,15 @@ def digest(value: Any) -> int:
     return int(xxhash.xxh3_64_intdigest(repr(value).encode())) >> 2
 
 
-def digest_of(prints: Sequence[Leaf], *, without: frozenset[str], rough: bool) -> int:
+def digest_of(leaves: Sequence[Leaf], *, without: frozenset[str], rough: bool) -> int:
     """The digest of some leaves but those at the paths ``without``, and the rough ones if so."""
-    kept = [leaf[:2] if rough and leaf.is_rough else tuple(leaf) for leaf in but(prints, without)]
+    kept = [leaf[:2] if rough and leaf.is_rough else tuple(leaf) for leaf in but(leaves, without)]
     return digest(kept)
 
 
-def but(prints: Sequence[Leaf], without: frozenset[str]) -> Print:
+def but(leaves: Sequence[Leaf], without: frozenset[str]) -> Fingerprint:
     """The leaves that stand elsewhere than at the paths ``without``; ``""`` is the whole sample."""
-    return tuple(leaf for leaf in prints if not is_among(leaf.path, without))
+    return tuple(leaf for leaf in leaves if not is_among(leaf.path, without))
 
 
 def is_among(path: str, paths: Set[str]) -> bool:
@@ -69,7 +69,7 @@ def is_among(path: str, paths: Set[str]) -> bool:
     return path in paths or ("" in paths and path != INDICES)
 
 
-def differing(one: Print, two: Print) -> list[tuple[Leaf, Leaf]]:
+def differing(one: Fingerprint, two: Fingerprint) -> list[tuple[Leaf, Leaf]]:
     """The leaves of two samples that are not the same, within what machines may differ by."""
     if [leaf.path for leaf in one] != [leaf.path for leaf in two]:
         mine, others = (Leaf("", "parts", tuple(leaf.path for leaf in p)) for p in (one, two))

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.batch_shares import Cut
+from paceline.data.batch_shares import BatchCut
 from paceline.data.batch_slicing import count_rows, cut_rows, empty_batch
 from paceline.data.custom_sampler import length
-from paceline.data.fingerprints import Print, print_of
-from paceline.data.randomness import Stream, isolated, seed_all, seed_for
+from paceline.data.fingerprints import Fingerprint, fingerprint
+from paceline.data.randomness import RandomStream, isolated, seed_all, seed_for
 from paceline.data.rank_comparison import READINGS, Drawn, Reread, reread_of
 from paceline.data.sample_source import (
     Collate,
     Delivery,
     Fetching,
-    Place,
+    LoaderPosition,
     Reader,
-    Source,
+    SampleSource,
     read_through,
 )
 from paceline.errors import DataError
@@ -58,7 +58,7 @@ def can_save_itself(dataset: Any) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
-class StreamSource(Source):
+class StreamSource(SampleSource):
     """An iterable dataset of single samples.
 
     A place is reached by the dataset's own ``load_state_dict`` if it has one, else by reading up
@@ -68,7 +68,7 @@ class StreamSource(Source):
     kind = "stream"
     same_on_ranks = SAME_STREAM
 
-    def __init__(self, dataset: Any, cut: Cut, fetching: Fetching, seed: int) -> None:
+    def __init__(self, dataset: Any, cut: BatchCut, fetching: Fetching, seed: int) -> None:
         self.dataset = dataset
         self.cut = cut
         self.fetching = fetching
@@ -82,7 +82,7 @@ class StreamSource(Source):
         """Reads here, or in the one worker process that a stream may have."""
         return self._read
 
-    def _read(self, place: Place) -> Iterator[Delivery]:
+    def _read(self, place: LoaderPosition) -> Iterator[Delivery]:
         shared = SharedStream(self, place, rewind=self.saves_itself and self._broken_off)
         self._broken_off = True
         dataloader: DataLoader[Any] = DataLoader(
@@ -103,9 +103,9 @@ class StreamSource(Source):
         """What must be the same for a state to fit."""
         return {"seed": self.seed}
 
-    def restore(self, saved: dict[str, Any]) -> Place:
+    def restore(self, saved: dict[str, Any]) -> LoaderPosition:
         """The place that :meth:`save` wrote."""
-        place = Place(**saved)
+        place = LoaderPosition(**saved)
         if place.state is None:
             return place
         if not self.saves_itself:
@@ -120,14 +120,14 @@ class StreamSource(Source):
 class SharedStream(IterableDataset[Any]):
     """This rank's share of each global batch of a stream, from a place to the stream's end."""
 
-    def __init__(self, source: StreamSource, place: Place, rewind: bool) -> None:
+    def __init__(self, source: StreamSource, place: LoaderPosition, rewind: bool) -> None:
         self.source = source
         self.place = place
         self.rewind = rewind
 
     def __iter__(self) -> Iterator[Delivery]:
         source, cut, place = self.source, self.source.cut, self.place
-        draw = Stream(seed_for(source.seed, place.epoch))
+        draw = RandomStream(seed_for(source.seed, place.epoch))
         samples = draw.run(self._open)
         if place.state is not None:
             draw.set_state(place.state.random)
@@ -172,7 +172,7 @@ def drawn_of(batch: list[Any], offset: int) -> Drawn:
     """Some samples of a batch that begins ``offset`` samples into the epoch, to be compared."""
     last = len(batch) - 1
     places = sorted({last * part // (_COMPARED - 1) for part in range(_COMPARED)})
-    return tuple((f"sample {offset + place}", print_of(batch[place])) for place in places)
+    return tuple((f"sample {offset + place}", fingerprint(batch[place])) for place in places)
 
 
 def reread_stream(dataset: Any, seed: int, epoch: int, first_state: Any = None) -> Reread:
@@ -183,12 +183,14 @@ def reread_stream(dataset: Any, seed: int, epoch: int, first_state: Any = None) 
     """
     try:
         stream = copy.deepcopy(dataset)
-        return reread_of([_first_prints(stream, seed, epoch, first_state) for _ in range(READINGS)])
+        return reread_of(
+            [_first_fingerprints(stream, seed, epoch, first_state) for _ in range(READINGS)]
+        )
     except Exception:
         return Reread(set(), set())
 
 
-def _first_prints(stream: Any, seed: int, epoch: int, first_state: Any) -> list[Print]:
+def _first_fingerprints(stream: Any, seed: int, epoch: int, first_state: Any) -> list[Fingerprint]:
     def read() -> list[Any]:
         if hasattr(stream, "set_epoch"):
             stream.set_epoch(epoch)
@@ -196,7 +198,7 @@ def _first_prints(stream: Any, seed: int, epoch: int, first_state: Any) -> list[
             stream.load_state_dict(copy.deepcopy(first_state))
         return list(islice(iter(stream), _READ_AGAIN))
 
-    return [print_of(sample) for sample in Stream(seed).run(read)]
+    return [fingerprint(sample) for sample in RandomStream(seed).run(read)]
 
 
 def collated(batch: list[Any], begin: int, end: int, collate: Collate, seed: int) -> Any:
@@ -208,13 +210,13 @@ def collated(batch: list[Any], begin: int, end: int, collate: Collate, seed: int
         return empty_batch(lambda count: collate([copy.deepcopy(batch[0]) for _ in range(count)]))
 
 
-class BatchSource(Source):
+class BatchSource(SampleSource):
     """A DataLoader with ``batch_size=None``: it hands over ready batches, which are cut by rows."""
 
     kind = "batches"
     same_on_ranks = SAME_STREAM
 
-    def __init__(self, dataloader: DataLoader[Any], cut: Cut, seed: int) -> None:
+    def __init__(self, dataloader: DataLoader[Any], cut: BatchCut, seed: int) -> None:
         self.dataloader = dataloader
         self.dataset = dataloader.dataset
         self.fetching = Fetching()  # the DataLoader does it by itself
@@ -240,11 +242,11 @@ class BatchSource(Source):
         """What must be the same for a state to fit."""
         return {"seed": self.seed}
 
-    def _read(self, place: Place) -> Iterator[Delivery]:
+    def _read(self, place: LoaderPosition) -> Iterator[Delivery]:
         for part in (self.dataloader.dataset, self.dataloader.sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(place.epoch)
-        draw = Stream(seed_for(self.seed, place.epoch))
+        draw = RandomStream(seed_for(self.seed, place.epoch))
         batches = draw.run(lambda: iter(self.dataloader))
         end = object()
         skip = place.offset
@@ -259,7 +261,7 @@ class BatchSource(Source):
                 )
             else:
                 begin, stop = self.cut.share(rows)
-                drawn = (("the batch", print_of(batch)),) if self.compares else None
+                drawn = (("the batch", fingerprint(batch)),) if self.compares else None
                 yield Delivery(cut_rows(batch, begin, stop), stop - begin, rows, drawn=drawn)
         if skip:
             raise DataError(

@@ -17,14 +17,14 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.data.batch_shares import Cut
+from paceline.data.batch_shares import BatchCut
 from paceline.data.checks import check_rank, whole_number
 from paceline.data.custom_sampler import SamplerSource, length
 from paceline.data.iterable_dataset import BatchSource, StreamSource
 from paceline.data.loader import Loader, Sharing
 from paceline.data.map_dataset import OrderSource
 from paceline.data.rank_sharded_stream import RankStreamSource
-from paceline.data.sample_source import Collate, Fetching, Source
+from paceline.data.sample_source import Collate, Fetching, SampleSource
 from paceline.data.shuffle_order import Order
 from paceline.errors import DataError
 from paceline.layout import Layout
@@ -115,7 +115,7 @@ def loader(
     seed = _check_seed(seed)
     streamed = _is_stream(dataset)
     fixed, layout = _given_share(rank, size, layout)
-    cut = Cut(global_batch or 1, bool(drop_last))
+    cut = BatchCut(global_batch or 1, bool(drop_last))
     fetching = Fetching(workers, pin_memory, collate_fn or default_collate)
     source = _source_of(dataset, streamed, cut, fetching, seed, shuffle, sharded_by_rank)
     _check_sharded(sharded_by_rank, fixed, cut)
@@ -170,7 +170,7 @@ def from_dataloader(
     fetching = _fetching_of(dataloader, workers, pin_memory)
     seed = _check_seed(seed)
     fixed, layout = _given_share(rank, size, layout)
-    cut = Cut(sizes.global_batch or 1, drops)
+    cut = BatchCut(sizes.global_batch or 1, drops)
     streamed = isinstance(dataset, IterableDataset)
     if streamed:
         _refuse_workers(fetching.workers)
@@ -182,7 +182,7 @@ def from_dataloader(
     said = global_batch or per_device_batch or accumulate
     sharing = Sharing(drops, fixed, layout, compare, None if said else found)
     _check_sharded(sharded_by_rank, fixed, cut)
-    source: Source
+    source: SampleSource
     if batches is None:
         _refuse_conflict("workers", workers, "num_workers", dataloader.num_workers)
         _refuse_conflict("pin_memory", pin_memory, "pin_memory", dataloader.pin_memory)
@@ -206,12 +206,12 @@ def from_dataloader(
 def _source_of(
     dataset: Any,
     streamed: bool,
-    cut: Cut,
+    cut: BatchCut,
     fetching: Fetching,
     seed: int,
     shuffle: bool | None,
     sharded_by_rank: bool,
-) -> Source:
+) -> SampleSource:
     if streamed:
         if shuffle:
             raise DataError(
@@ -284,7 +284,7 @@ def _given_share(
     return None, parsed
 
 
-def _check_sharded(sharded_by_rank: bool, fixed: tuple[int, int] | None, cut: Cut) -> None:
+def _check_sharded(sharded_by_rank: bool, fixed: tuple[int, int] | None, cut: BatchCut) -> None:
     if sharded_by_rank and fixed is not None and fixed[1] > 1:
         raise DataError(
             f"sharded_by_rank=True with rank={fixed[0]}, size={fixed[1]}: ranks that read their "

@@ -1,8 +1,8 @@
 """Map-style datasets: samples by index, fetched by torch's DataLoader.
 
 A plan says which indices make the next global batch; the main process sends each rank's part of it
-to the DataLoader as a :class:`Request`, and a :class:`Fetcher` (here or in a worker process) turns
-that into a batch.
+to the DataLoader as a :class:`BatchRequest`, and a :class:`Fetcher` (here or in a worker process)
+turns that into a batch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.data.batch_shares import Cut
+from paceline.data.batch_shares import BatchCut
 from paceline.data.batch_slicing import empty_batch
-from paceline.data.fingerprints import print_of
+from paceline.data.fingerprints import fingerprint
 from paceline.data.randomness import (
     Numbers,
     isolated,
@@ -30,9 +30,9 @@ from paceline.data.sample_source import (
     Collate,
     Delivery,
     Fetching,
-    Place,
+    LoaderPosition,
     Reader,
-    Source,
+    SampleSource,
     read_through,
 )
 from paceline.data.shuffle_order import Order
@@ -43,7 +43,7 @@ _DRAW_AT_ONCE = 1024
 _PROBES = 3
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """This rank's part of one global batch.
 
     ``indices`` is never empty: where this rank has no ``samples``, it holds one index that gives
@@ -84,7 +84,7 @@ class Fetcher(Dataset[Any]):
             raise AttributeError(name)  # pickle asks before there is a dataset
         return getattr(self.dataset, name)
 
-    def __getitems__(self, request: Request) -> Delivery:
+    def __getitems__(self, request: BatchRequest) -> Delivery:
         """The batch for ``request``; what a DataLoader calls for each item of its batch sampler."""
         with isolated():
             if request.samples:
@@ -92,7 +92,7 @@ class Fetcher(Dataset[Any]):
             else:
                 batch = empty_batch(lambda n: self._batch(request.epoch, request.indices * n))
             probes = tuple(
-                (f"sample {index!r}", print_of(self.probe(request.epoch, index)))
+                (f"sample {index!r}", fingerprint(self.probe(request.epoch, index)))
                 for index in request.probes
             )
         drawn = (*request.drawn, *probes) or None
@@ -145,17 +145,17 @@ class Fetcher(Dataset[Any]):
         return self._untouched[1]
 
 
-class MapSource(Source, ABC):
+class MapSource(SampleSource, ABC):
     """A map-style dataset and a plan of which indices make each global batch."""
 
-    def __init__(self, dataset: Any, cut: Cut, fetching: Fetching, seed: int) -> None:
+    def __init__(self, dataset: Any, cut: BatchCut, fetching: Fetching, seed: int) -> None:
         self.dataset = dataset
         self.cut = cut
         self.fetching = fetching
         self.seed = seed
 
     @abstractmethod
-    def requests(self, place: Place) -> Iterator[Request]:
+    def requests(self, place: LoaderPosition) -> Iterator[BatchRequest]:
         """The plan from ``place`` to the end of its epoch."""
 
     @abstractmethod
@@ -171,7 +171,7 @@ class MapSource(Source, ABC):
         fetcher = Fetcher(self.dataset, self.fetching.collate_fn, self.seed)
         with isolated():
             readings = [
-                [print_of(fetcher.probe(epoch, index)) for index in self.probes(epoch)]
+                [fingerprint(fetcher.probe(epoch, index)) for index in self.probes(epoch)]
                 for _ in range(READINGS)
             ]
         return reread_of(readings)
@@ -190,7 +190,7 @@ class _MapReader:
             **options,
         )
 
-    def __call__(self, place: Place) -> Iterator[Delivery]:
+    def __call__(self, place: LoaderPosition) -> Iterator[Delivery]:
         self._plan.place = place
         return read_through(self._dataloader)
 
@@ -200,9 +200,9 @@ class _Plan:
 
     def __init__(self, source: MapSource) -> None:
         self._source = source
-        self.place = Place()
+        self.place = LoaderPosition()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         return self._source.requests(self.place)
 
 
@@ -221,7 +221,7 @@ class OrderSource(MapSource):
         self,
         dataset: Any,
         order: Order,
-        cut: Cut,
+        cut: BatchCut,
         fetching: Fetching = Fetching(),  # noqa: B008
     ) -> None:
         super().__init__(dataset, cut, fetching, order.seed)
@@ -238,7 +238,7 @@ class OrderSource(MapSource):
                 "smaller one."
             )
 
-    def follow(self, cut: Cut) -> None:
+    def follow(self, cut: BatchCut) -> None:
         """Cut the data this way from now on."""
         super().follow(cut)
         self.check()
@@ -248,7 +248,7 @@ class OrderSource(MapSource):
         spread = {seed_for(self.seed, epoch, place, 2) % self.order.n for place in range(_PROBES)}
         return tuple(sorted(spread))
 
-    def requests(self, place: Place) -> Iterator[Request]:
+    def requests(self, place: LoaderPosition) -> Iterator[BatchRequest]:
         """The plan from ``place`` to the end of its epoch."""
         batch, n = self.cut.global_batch, self.order.n
         stop = n - (n - place.offset) % batch if self.cut.drop_last else n
@@ -261,7 +261,7 @@ class OrderSource(MapSource):
                 yield request._replace(probes=probes) if probes else request
                 probes = ()
 
-    def _draw(self, epoch: int, starts: Sequence[int]) -> Iterator[Request]:
+    def _draw(self, epoch: int, starts: Sequence[int]) -> Iterator[BatchRequest]:
         """The requests of a few steps: only this rank's indices are computed."""
         totals = [min(self.cut.global_batch, self.order.n - start) for start in starts]
         shares = [self.cut.share(total) for total in totals]
@@ -274,17 +274,17 @@ class OrderSource(MapSource):
         )
         drawn = self.order.at(epoch, positions).split([end - begin for begin, end in spans])
         for indices, (begin, end), total in zip(drawn, shares, totals, strict=True):
-            yield Request(epoch, indices.tolist(), end - begin, total)
+            yield BatchRequest(epoch, indices.tolist(), end - begin, total)
 
-    def after(self, place: Place, delivery: Delivery) -> Place:
+    def after(self, place: LoaderPosition, delivery: Delivery) -> LoaderPosition:
         """The place once ``delivery`` has been handed to the user."""
         return self.place(place.position + delivery.global_samples)
 
-    def next_epoch(self, place: Place) -> Place:
+    def next_epoch(self, place: LoaderPosition) -> LoaderPosition:
         """The start of the epoch that follows ``place``."""
         return self.place((place.epoch + 1) * self.order.n)
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> LoaderPosition:
         """The place at ``position``, or where the next whole batch starts with ``drop_last``."""
         place = super().place(position)
         if self.cut.drop_last and self.order.n - place.offset < self.cut.global_batch:
@@ -299,10 +299,10 @@ class OrderSource(MapSource):
             "shuffle": self.order.shuffle,
         }
 
-    def save(self, place: Place) -> dict[str, Any]:
+    def save(self, place: LoaderPosition) -> dict[str, Any]:
         """One integer says it all."""
         return {"position": place.position}
 
-    def restore(self, saved: dict[str, Any]) -> Place:
+    def restore(self, saved: dict[str, Any]) -> LoaderPosition:
         """The place that :meth:`save` wrote."""
         return self.place(**saved)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 from paceline.data.fingerprints import (
     INDICES,
+    Fingerprint,
     Leaf,
-    Print,
     but,
     differing,
     digest,
@@ -29,8 +29,8 @@ from paceline.errors import DataError
 from paceline.world import World, collectives
 from paceline.world.agreement import meet
 
-Drawn = tuple[tuple[str, Print], ...]
-"""Some samples that were drawn for a batch: what to call each of them, and its print."""
+Drawn = tuple[tuple[str, Fingerprint], ...]
+"""Some samples that were drawn for a batch: what to call each of them, and its fingerprint."""
 
 BATCH, END = "batch", "end"
 READINGS = 8
@@ -58,7 +58,7 @@ class Reread(NamedTuple):
     """Values that differ from sample to sample: where they agree, the order does."""
 
 
-def reread_of(readings: Sequence[Sequence[Print]]) -> Reread:
+def reread_of(readings: Sequence[Sequence[Fingerprint]]) -> Reread:
     """What it shows that the same samples were read several times."""
     first, *more = readings
     varying = {
@@ -71,7 +71,7 @@ def reread_of(readings: Sequence[Sequence[Print]]) -> Reread:
     return Reread(varying, telling)
 
 
-class _Told(NamedTuple):
+class _RankReport(NamedTuple):
     facts: dict[str, Any]
     state: str
     drawn: list[Drawn]
@@ -79,7 +79,7 @@ class _Told(NamedTuple):
     samples: int
 
 
-class Comparison:
+class RankComparison:
     """One loader's comparison with its counterparts on the other ranks."""
 
     def __init__(self, world: World, source: Compared, name: str) -> None:
@@ -137,8 +137,8 @@ class Comparison:
 
     def _look_closer(self, state: str) -> None:
         """Raise, on all ranks, unless they differ in nothing that counts."""
-        own = _Told(self._facts, state, self._drawn, self._batches, self._samples)
-        told: list[_Told] = collectives.all_gather_object(own)
+        own = _RankReport(self._facts, state, self._drawn, self._batches, self._samples)
+        told: list[_RankReport] = collectives.all_gather_object(own)
         for name in own.facts | told[0].facts:
             values = [rank.facts.get(name) for rank in told]
             if any(value != values[0] for value in values):
@@ -164,7 +164,7 @@ class Comparison:
             raise DataError(self._nothing_to_compare(found[0], told))
         self._without, self._rough = without, True
 
-    def _differences(self, told: list[_Told]) -> list[_Difference]:
+    def _differences(self, told: list[_RankReport]) -> list[_Difference]:
         found = []
         for rank in told[1:]:
             pairs = zip(told[0].drawn, rank.drawn, strict=True)
@@ -192,7 +192,7 @@ class Comparison:
             f"{by_rank(values)}. {advice} {_WAY_OUT}"
         )
 
-    def _ends_differ(self, told: list[_Told]) -> str:
+    def _ends_differ(self, told: list[_RankReport]) -> str:
         states = [
             f"over after {rank.batches} batches" if rank.state == END else "not over yet"
             for rank in told
@@ -205,7 +205,7 @@ class Comparison:
             f"{self._source.same_on_ranks} {_WAY_OUT}"
         )
 
-    def _nothing_to_compare(self, found: _Difference, told: list[_Told]) -> str:
+    def _nothing_to_compare(self, found: _Difference, told: list[_RankReport]) -> str:
         return (
             f"{self._where}: ranks do not read the same data: {self._seen(found, told)}; and on "
             "one rank, too, samples change from reading to reading: the dataset draws from a "
@@ -215,7 +215,7 @@ class Comparison:
             f"for it. {_WAY_OUT}"
         )
 
-    def _seen(self, found: _Difference, told: list[_Told]) -> str:
+    def _seen(self, found: _Difference, told: list[_RankReport]) -> str:
         seen = []
         for rank in told:
             leaves = rank.drawn[found.batch][found.place][1]

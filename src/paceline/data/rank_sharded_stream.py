@@ -18,11 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.batch_shares import Cut
-from paceline.data.fingerprints import digest, digest_of, print_of
+from paceline.data.batch_shares import BatchCut
+from paceline.data.fingerprints import digest, digest_of, fingerprint
 from paceline.data.iterable_dataset import collated
-from paceline.data.randomness import Stream, seed_for
-from paceline.data.sample_source import Delivery, Fetching, Place, Reader, Source, read_through
+from paceline.data.randomness import RandomStream, seed_for
+from paceline.data.sample_source import (
+    Delivery,
+    Fetching,
+    LoaderPosition,
+    Reader,
+    SampleSource,
+    read_through,
+)
 from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.world import World
@@ -39,14 +46,14 @@ class Offsets:
     by_rank: list[int]
 
 
-class RankStreamSource(Source):
+class RankStreamSource(SampleSource):
     """An iterable dataset that gives each data-parallel rank samples of its own."""
 
     kind = "rank streams"
     order_is_ours = True  # there is nothing to compare but the loader: the streams differ
     same_on_ranks = "Give every rank the same kind of dataset."
 
-    def __init__(self, dataset: Any, cut: Cut, fetching: Fetching, seed: int) -> None:
+    def __init__(self, dataset: Any, cut: BatchCut, fetching: Fetching, seed: int) -> None:
         self.dataset = dataset
         self.cut = cut
         self.fetching = fetching
@@ -54,7 +61,7 @@ class RankStreamSource(Source):
         self.layout: Layout | None = None
         """Which ranks read one stream; set by the loader when it knows its world."""
 
-    def follow(self, cut: Cut) -> None:
+    def follow(self, cut: BatchCut) -> None:
         """Cut the data this way from now on."""
         if cut.global_batch < cut.size:
             raise DataError(
@@ -71,21 +78,21 @@ class RankStreamSource(Source):
         """What must be the same for a state to fit."""
         return {"seed": self.seed, "data_parallel_ranks": self.cut.size}
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> LoaderPosition:
         """Only the beginning: a position does not tell how far each rank has read."""
         if position:
             raise DataError(
                 f"seek({position}): with sharded_by_rank a position does not say how far each "
                 "rank has read of its own stream. Use load_state_dict, which does, or seek(0)."
             )
-        return Place()
+        return LoaderPosition()
 
-    def restore(self, saved: dict[str, Any]) -> Place:
+    def restore(self, saved: dict[str, Any]) -> LoaderPosition:
         """The place that :meth:`save` wrote."""
-        place = Place(**saved)
+        place = LoaderPosition(**saved)
         return place if place.state is None else replace(place, state=Offsets(**place.state))
 
-    def _read(self, place: Place) -> Iterator[Delivery]:
+    def _read(self, place: LoaderPosition) -> Iterator[Delivery]:
         offsets = [0] * self.cut.size if place.state is None else list(place.state.by_rank)
         dataloader: DataLoader[Any] = DataLoader(
             _OwnStream(self, place.epoch, offsets[self.cut.rank]),
@@ -93,7 +100,7 @@ class RankStreamSource(Source):
             generator=torch.Generator().manual_seed(seed_for(self.seed)),
             **self.fetching.dataloader_options(),
         )
-        running = _Running(self)
+        running = _StreamProgress(self)
         own = read_through(dataloader)
         while True:
             delivery = next(own, None)
@@ -117,7 +124,7 @@ class _OwnStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Delivery]:
         source, cut = self.source, self.source.cut
         # Alike on all ranks: a list of shards shuffled before each rank picks its own stays one.
-        draw = Stream(seed_for(source.seed, self.epoch))
+        draw = RandomStream(seed_for(source.seed, self.epoch))
         samples = draw.run(self._open)
         begin, end = cut.share(cut.global_batch)
         collate, offset, seen = source.fetching.collate_fn, self.offset, None
@@ -125,9 +132,11 @@ class _OwnStream(IterableDataset[Any]):
             seed = seed_for(source.seed, self.epoch, offset, cut.rank)
             offset += len(batch)
             seen = batch[0]
-            prints = tuple((f"sample {place}", print_of(s)) for place, s in enumerate(batch[:4]))
+            compared = tuple(
+                (f"sample {place}", fingerprint(s)) for place, s in enumerate(batch[:4])
+            )
             mine = collated(batch, 0, len(batch), collate, seed)
-            yield Delivery(mine, len(batch), len(batch), drawn=prints)
+            yield Delivery(mine, len(batch), len(batch), drawn=compared)
         if seen is None:
             seen = self._any_sample()
         empty = collated([seen], 0, 0, collate, seed_for(source.seed, self.epoch, offset, cut.rank))
@@ -160,7 +169,7 @@ class _OwnStream(IterableDataset[Any]):
         return first
 
 
-class _Running:
+class _StreamProgress:
     """What this rank has read of its stream, and the exchange with the others about it."""
 
     def __init__(self, source: RankStreamSource) -> None:
@@ -188,10 +197,10 @@ class _Running:
         if layout is None or layout.world_size == 1:
             return [samples]
         world = World.current()
-        mine = _Told(samples, len(self._prints) > 1, self._exact, self._rough).packed()
+        mine = _StreamReport(samples, len(self._prints) > 1, self._exact, self._rough).packed()
         with world.pulse.during("waiting"):
             numbers = meet(world.everyone, "sharing out rank streams", checks=True, number=mine)
-        told = [_Told.unpacked(number) for number in numbers]
+        told = [_StreamReport.unpacked(number) for number in numbers]
         places = [layout.place(rank).dp for rank in range(layout.world_size)]
         first = {place: rank for rank, place in reversed(list(enumerate(places)))}
         for rank, place in enumerate(places):
@@ -202,7 +211,7 @@ class _Running:
         self._refuse_repeated(streams)
         return [stream.samples for stream in streams]
 
-    def _refuse_repeated(self, streams: list[_Told]) -> None:
+    def _refuse_repeated(self, streams: list[_StreamReport]) -> None:
         """Streams that are the same from their beginning are one stream that several ranks read.
 
         Two looks in a row must find them equal: a digest is short. Samples that are all the same
@@ -227,7 +236,7 @@ class _Running:
             )
 
 
-class _Told(NamedTuple):
+class _StreamReport(NamedTuple):
     """What a rank tells of its stream, in one number."""
 
     samples: int
@@ -242,7 +251,7 @@ class _Told(NamedTuple):
         return ((self.samples << 1 | self.varied) << 32 | exact) << 10 | rough
 
     @classmethod
-    def unpacked(cls, number: int) -> _Told:
+    def unpacked(cls, number: int) -> _StreamReport:
         rest, rough = divmod(number, 1 << 10)
         rest, exact = divmod(rest, 1 << 32)
         return cls(rest >> 1, bool(rest & 1), exact, rough)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, default_collate
 
-from paceline.data.batch_shares import Cut, steps_per_epoch
+from paceline.data.batch_shares import BatchCut, steps_per_epoch
 from paceline.data.rank_comparison import Drawn, Reread
 
 Collate = Callable[[list[Any]], Any]
@@ -46,7 +46,7 @@ def as_it_is(batch: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Place:
+class LoaderPosition:
     """Where a loader stands: ``offset`` samples into ``epoch``, ``position`` samples in all.
 
     ``state`` is what a stream with a ``state_dict`` needs beside the numbers.
@@ -84,11 +84,11 @@ def read_through(dataloader: DataLoader[Any]) -> Iterator[Delivery]:
         raise
 
 
-Reader = Callable[[Place], Iterator[Delivery]]
+Reader = Callable[[LoaderPosition], Iterator[Delivery]]
 """Gives this rank's share of each global batch from a place to the end of its epoch."""
 
 
-class Source(ABC):
+class SampleSource(ABC):
     """Where global batches come from, and how places in it are counted.
 
     The methods here serve sources that are read in sequence, whose epochs may differ in length.
@@ -98,7 +98,7 @@ class Source(ABC):
     """What the source is, as its state names it: a state of one kind does not fit another."""
 
     samples_per_epoch: int | None = None
-    cut: Cut
+    cut: BatchCut
     """How the data is cut, for the layout that reads it; :meth:`follow` sets another."""
 
     dataset: Any
@@ -115,7 +115,7 @@ class Source(ABC):
             return None
         return steps_per_epoch(self.samples_per_epoch, self.cut.global_batch, self.cut.drop_last)
 
-    def follow(self, cut: Cut) -> None:
+    def follow(self, cut: BatchCut) -> None:
         """Cut the data this way from now on."""
         self.cut = cut
 
@@ -140,30 +140,32 @@ class Source(ABC):
         A reader must hold the source, never the other way round, or it would not be let go of.
         """
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> LoaderPosition:
         """The place ``position`` samples from the start of the first epoch."""
         if self.samples_per_epoch is None:
-            return Place(0, position, position)
-        return Place(*divmod(position, self.samples_per_epoch), position)
+            return LoaderPosition(0, position, position)
+        return LoaderPosition(*divmod(position, self.samples_per_epoch), position)
 
-    def after(self, place: Place, delivery: Delivery) -> Place:
+    def after(self, place: LoaderPosition, delivery: Delivery) -> LoaderPosition:
         """The place once ``delivery`` has been handed to the user."""
         count = delivery.global_samples
-        reached = Place(place.epoch, place.offset + count, place.position + count, delivery.state)
+        reached = LoaderPosition(
+            place.epoch, place.offset + count, place.position + count, delivery.state
+        )
         return self.next_epoch(reached) if delivery.last else reached
 
-    def next_epoch(self, place: Place) -> Place:
+    def next_epoch(self, place: LoaderPosition) -> LoaderPosition:
         """The start of the epoch that follows ``place``."""
-        return Place(place.epoch + 1, 0, place.position)
+        return LoaderPosition(place.epoch + 1, 0, place.position)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a state to fit: by name, as the user knows it."""
         return {}
 
-    def save(self, place: Place) -> dict[str, Any]:
+    def save(self, place: LoaderPosition) -> dict[str, Any]:
         """``place`` as plain data."""
         return {k: v for k, v in dataclasses.asdict(place).items() if v is not None}
 
-    def restore(self, saved: dict[str, Any]) -> Place:
+    def restore(self, saved: dict[str, Any]) -> LoaderPosition:
         """The place that :meth:`save` wrote."""
-        return Place(**saved)
+        return LoaderPosition(**saved)
