@@ -7,13 +7,14 @@ a generator of its own is replayed from its first epoch where that is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler
 
 from paceline.data.batch_shares import BatchCut
+from paceline.data.checks import length_of
 from paceline.data.fingerprints import INDICES, Leaf, digest
 from paceline.data.map_dataset import BatchRequest, MapSource
 from paceline.data.randomness import RandomStream, seed_for
@@ -47,12 +48,12 @@ class SamplerSource(MapSource):
             if isinstance(generator := getattr(part, "generator", None), torch.Generator)
         }
         self._generators_at = 0
-        self.samples_per_epoch = None if sampler is None else length(sampler)
+        self.samples_per_epoch = None if sampler is None else length_of(sampler)
 
     @property
     def steps_per_epoch(self) -> int | None:
         """As many as the sampler says."""
-        return length(self.batches)
+        return length_of(self.batches)
 
     def follow(self, cut: BatchCut) -> None:
         """Cut the data this way from now on; a plain batch sampler makes batches of that size."""
@@ -132,13 +133,3 @@ class SamplerSource(MapSource):
             for _ in self._epoch(earlier):
                 pass
         self._generators_at = -1
-
-
-def length(value: Any) -> int | None:
-    """``len(value)`` where it has one."""
-    if not isinstance(value, Sized):
-        return None
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError):  # torch's samplers inherit a __len__ that may raise
-        return None

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.batch_shares import BatchCut
 from paceline.data.batch_slicing import count_rows, cut_rows, empty_batch
-from paceline.data.custom_sampler import length
+from paceline.data.checks import length_of
 from paceline.data.fingerprints import Fingerprint, fingerprint
 from paceline.data.randomness import RandomStream, isolated, seed_all, seed_for
 from paceline.data.rank_comparison import READINGS, Drawn, Reread, reread_of
@@ -76,7 +76,7 @@ class StreamSource(SampleSource):
         self.saves_itself = can_save_itself(dataset)
         self.first_state = copy.deepcopy(dataset.state_dict()) if self.saves_itself else None
         self._broken_off = False
-        self.samples_per_epoch = length(dataset)
+        self.samples_per_epoch = length_of(dataset)
 
     def reader(self) -> Reader:
         """Reads here, or in the one worker process that a stream may have."""
@@ -226,7 +226,7 @@ class BatchSource(SampleSource):
     @property
     def steps_per_epoch(self) -> int | None:
         """As many as the DataLoader says."""
-        return length(self.dataloader)
+        return length_of(self.dataloader)
 
     def reread(self, epoch: int) -> Reread:
         """Read again, in this process, some of what ranks differ in."""
