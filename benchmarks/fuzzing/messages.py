@@ -17,7 +17,6 @@ from typing import Any
 from torch.distributed import HashStore
 
 from fuzzing.mutations import Mutator
-from paceline.diagnose.hangs import explain
 from paceline.diagnose.hangs.coordinator import Coordinator
 from paceline.diagnose.hangs.mismatch import digest
 from paceline.diagnose.hangs.report import Beat, Call, Frame, Message, Place, Report
@@ -25,6 +24,7 @@ from paceline.diagnose.hangs.verdict import judge
 from paceline.doctor.together import Card, Ways
 from paceline.errors import PacelineError
 from paceline.events import Event, EventLog, Note, StepDone
+from paceline.events.wording import moving_again
 from paceline.launch import liveness, members, news, telling, verdicts
 from paceline.launch.logs import LogName
 from paceline.launch.messages import BadMessage, decode
@@ -171,7 +171,7 @@ def _hang(text: bytes, box: Path) -> None:
             coordinator.tick()
         reports = board.reports(1, range(_RANKS))
         if reports and (finding := judge(reports, 1.0)) is not None:
-            explain.over_text(finding.seconds)
+            moving_again(finding.seconds)
             Progress().handle(Note(message=finding.detail))
 
 

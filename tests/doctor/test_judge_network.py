@@ -137,9 +137,9 @@ def test_slow_and_missing_names_of_peers() -> None:
     peers = (Lookup("node1", ("10.0.0.2",), 5.0), Lookup("node2", error="unknown"))
     slow, missing = sorted(
         problems(judge_network.names(with_machine(0, peers=peers))),
-        key=lambda f: "5.0" not in f.found,
+        key=lambda f: "5 s" not in f.found,
     )
-    assert "looking up 'node1' took 5.0 s" in slow.found
+    assert "looking up 'node1' took 5 s" in slow.found
     assert "'node2' of another machine does not resolve" in missing.found
 
 
@@ -205,7 +205,7 @@ def test_slow_pair_is_named_against_the_median() -> None:
     [finding] = judge_network.speed(cluster(speeds=speeds))
     assert finding.level == "warning"
     assert finding.found.startswith("node0 ↔ node2: gloo moves 110 MB/s")
-    assert "the median pair moves 1.0 GB/s" in finding.found
+    assert "the median pair moves 1 GB/s" in finding.found
 
 
 def test_only_pair_may_be_slow_by_itself() -> None:

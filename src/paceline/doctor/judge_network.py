@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from paceline.doctor.facts import Facts, Link, Machine, Meeting, Speed
-from paceline.doctor.finding import Finding, counted, failed, ok, rate, seconds, warning
+from paceline.doctor.finding import Finding, failed, ok, warning
+from paceline.formatting import byte_rate, plural, short_time
 from paceline.launch.listening import is_loopback
 
 SLOW_LOOKUP_S = 1.0
@@ -86,8 +87,8 @@ def reach(facts: Facts) -> list[Finding]:
         findings.append(
             ok(
                 "reach",
-                f"{counted(len(good), 'direction')} between machines; the slowest connection "
-                f"{slowest.source} → {slowest.target} took {seconds(slowest.seconds)}",
+                f"{plural(len(good), 'direction')} between machines; the slowest connection "
+                f"{slowest.source} → {slowest.target} took {short_time(slowest.seconds)}",
             )
         )
     return findings
@@ -157,7 +158,7 @@ def clocks(facts: Facts) -> list[Finding]:
         return []
     bad = {pair: by for pair, by in offsets.items() if abs(by) > MOST_CLOCK_OFFSET_S}
     if not bad:
-        return [ok("clocks", f"within {seconds(max(map(abs, offsets.values())))} of each other")]
+        return [ok("clocks", f"within {short_time(max(map(abs, offsets.values())))} of each other")]
     return [
         warning(
             "clocks",
@@ -208,7 +209,7 @@ def names(facts: Facts) -> list[Finding]:
             f"{m.network.own_name.name} = {' '.join(m.network.own_name.addresses[:2])}"
             for m in facts.machines[:3]
         )
-        findings.append(ok("names", f"{own_names}; the slowest lookup took {seconds(slowest)}"))
+        findings.append(ok("names", f"{own_names}; the slowest lookup took {short_time(slowest)}"))
     return findings
 
 
@@ -217,7 +218,7 @@ def _slow_lookups(machine: Machine) -> Iterable[Finding]:
         if lookup.seconds > SLOW_LOOKUP_S:
             yield warning(
                 "names",
-                f"{machine.name}: looking up {lookup.name!r} took {seconds(lookup.seconds)}",
+                f"{machine.name}: looking up {lookup.name!r} took {short_time(lookup.seconds)}",
                 f"Add {lookup.name} to /etc/hosts on {machine.name}, or repair the name servers in "
                 "/etc/resolv.conf: every rank looks names up when it joins.",
             )
@@ -242,11 +243,11 @@ def speed(facts: Facts) -> list[Finding]:
 def _slow(one: Speed, middle: float, count: int) -> Finding:
     pair = _among(one)
     found = (
-        f"{pair}: {one.backend} moves {rate(one.rate)}, {seconds(one.latency)} for an empty "
-        "all-reduce"
+        f"{pair}: {one.backend} moves {byte_rate(one.rate)}, {short_time(one.latency)} for an "
+        "empty all-reduce"
     )
     if count > 1:
-        found += f"; the median pair moves {rate(middle)}"
+        found += f"; the median pair moves {byte_rate(middle)}"
     return warning(
         "speed",
         found,
@@ -272,12 +273,12 @@ def _speeds_in_words(group: Sequence[Speed], middle: float) -> str:
         return f"{slowest.backend} starts on {slowest.members[0]}"
     if len(group) == 1:
         return (
-            f"{slowest.backend} between {_among(slowest)}: {rate(slowest.rate)}, "
-            f"{seconds(latency)} for an empty all-reduce"
+            f"{slowest.backend} between {_among(slowest)}: {byte_rate(slowest.rate)}, "
+            f"{short_time(latency)} for an empty all-reduce"
         )
     return (
-        f"{slowest.backend}, {len(group)} pairs: median {rate(middle)}, slowest "
-        f"{_among(slowest)} {rate(slowest.rate)}, latency up to {seconds(latency)}"
+        f"{slowest.backend}, {len(group)} pairs: median {byte_rate(middle)}, slowest "
+        f"{_among(slowest)} {byte_rate(slowest.rate)}, latency up to {short_time(latency)}"
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paceline.doctor.facts import SYNC_BYTES, Facts, Folder, Machine
-from paceline.doctor.finding import Finding, failed, ok, rate, size, warning
+from paceline.doctor.finding import Finding, failed, ok, warning
+from paceline.formatting import binary_size, byte_rate
 
 SLOW_SYNC = 5e6
 """Bytes a second to the disk below which saving checkpoints will hold a run up."""
@@ -35,12 +36,12 @@ def _folder(machine: Machine, folder: Folder) -> list[Finding]:
         return [
             warning(
                 "folders",
-                f"{title} takes {rate(speed)} to the disk",
+                f"{title} takes {byte_rate(speed)} to the disk",
                 f"Choose a faster disk with --set {folder.key}=…, or save more rarely "
                 "(checkpoint.every).",
             )
         ]
-    return [ok("folders", f"{title} is writable, {rate(speed)} to the disk")]
+    return [ok("folders", f"{title} is writable, {byte_rate(speed)} to the disk")]
 
 
 def shared(facts: Facts) -> list[Finding]:
@@ -92,7 +93,7 @@ def disk(facts: Facts) -> list[Finding]:
 def _room(machine: Machine, folder: Folder) -> Finding:
     title = f"{machine.name}: {folder.where}"
     model = machine.model
-    free = "as much as the store has" if folder.free is None else f"{size(folder.free)} free"
+    free = "as much as the store has" if folder.free is None else f"{binary_size(folder.free)} free"
     if model.error:
         return warning(
             "disk",
@@ -101,13 +102,13 @@ def _room(machine: Machine, folder: Folder) -> Finding:
         )
     one = model.model_bytes + model.optimizer_bytes
     at_once = machine.plan.checkpoints_at_once
-    needs = f"a checkpoint of {model.parameters:,} parameters is about {size(one)}"
+    needs = f"a checkpoint of {model.parameters:,} parameters is about {binary_size(one)}"
     found = f"{title}: {free}; {needs}, {at_once} at once"
     if folder.free is None or folder.free >= at_once * one:
         return ok("disk", found)
     fix = (
-        f"Free {size(at_once * one - folder.free)} on {machine.name}, set checkpoint.where to a "
-        "larger disk, or lower checkpoint.keep."
+        f"Free {binary_size(at_once * one - folder.free)} on {machine.name}, set checkpoint.where "
+        "to a larger disk, or lower checkpoint.keep."
     )
     if folder.free < one:
         return failed("disk", f"{found}: not even one fits", fix)

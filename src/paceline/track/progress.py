@@ -7,32 +7,10 @@ import sys
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from paceline.events import (
-    Baseline,
-    CheckpointFailed,
-    CheckpointSaved,
-    EpochDone,
-    EvalDone,
-    Event,
-    EventsLost,
-    GaveUp,
-    HangFound,
-    HangOver,
-    NodeJoined,
-    NodeLeft,
-    NonFinite,
-    Note,
-    RankLost,
-    RanksStarted,
-    Restarting,
-    RestoreTried,
-    RunFailed,
-    RunFinished,
-    RunStarted,
-    StepDone,
-    Straggler,
-)
-from paceline.track.pace import Pace, clock, count, duration, number, plural, rate, size
+from paceline.events import Event, RanksStarted, RunFailed, RunFinished, RunStarted, StepDone
+from paceline.events.wording import line_of, warns
+from paceline.formatting import clock, number, rate
+from paceline.track.pace import Pace
 from paceline.untrusted import printable
 
 
@@ -115,12 +93,12 @@ class Progress:
         elif isinstance(event, RunStarted):
             self._pace.start_anew()
             self._total = event.total_steps
-            self._display.say(_describe(event) or "")
+            self._display.say(line_of(event) or "")
             self._display.begin(event.total_steps, event.first_step)
         elif isinstance(event, RunFinished | RunFailed):
             self._display.end()
-        elif (text := _describe(event)) is not None:
-            self._display.say(text, warning=_is_warning(event))
+        elif (text := line_of(event)) is not None:
+            self._display.say(text, warning=warns(event))
         if isinstance(event, RanksStarted):
             self._display.prepare()
 
@@ -190,134 +168,9 @@ class Lines:
         self.say(f"step {step}: {view.status}")
 
 
-def line_of(event: Event) -> str | None:
-    """What a person is told of an event, in one line; ``None`` for those that need none."""
-    if (text := _describe(event)) is None:
-        return None
-    return f"warning: {text}" if _is_warning(event) else text
-
-
 def _display_for(stream: TextIO) -> Display:
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         from paceline.track.bar import Bar
 
         return Bar(stream)
     return Lines(stream)
-
-
-def _is_warning(event: Event) -> bool:
-    if isinstance(event, Note):
-        return event.level == "warning"
-    if isinstance(event, RestoreTried):  # a rung that is simply not there is no trouble
-        return not event.ok and event.step is not None
-    if isinstance(event, NodeLeft):
-        return event.reason == "lost"
-    return isinstance(
-        event,
-        NonFinite | CheckpointFailed | EventsLost | RankLost | GaveUp | HangFound | Straggler,
-    )
-
-
-def _describe(event: Event) -> str | None:
-    """An event as a line; ``None`` for those that need none."""
-    match event:
-        case RanksStarted():
-            return f"starting {_ranks(event)}"
-        case RunStarted():
-            steps = "" if event.total_steps is None else f", {plural(event.total_steps, 'step')}"
-            begin = f"; going on after step {event.first_step}" if event.first_step else ""
-            return (
-                f"training {count(event.parameters)} parameters on "
-                f"{plural(event.world_size, 'rank')} ({event.layout}, {event.device}, "
-                f"{event.precision}), global batch {event.global_batch}{steps}{begin}"
-            )
-        case EvalDone():
-            metrics = ", ".join(f"{name} {number(v)}" for name, v in event.metrics.items())
-            return f"step {event.step}: validation {metrics} ({duration(event.seconds)})"
-        case EpochDone():
-            return (
-                f"step {event.step}: epoch {event.epoch + 1} done, mean loss {number(event.loss)}"
-            )
-        case CheckpointSaved():
-            best = "best so far, " if event.reason == "best" else ""
-            return f"step {event.step}: saved {event.path} ({best}{size(event.bytes)})"
-        case EventsLost():
-            lasted = duration(event.time - event.since)
-            lost = f"{plural(event.count, 'event')} of the last {lasted} could not be written"
-            return f"{lost}: {event.error}"
-        case CheckpointFailed():
-            return f"step {event.step}: NOT saved: {event.error}"
-        case RestoreTried(ok=True):
-            return f"resuming from {event.rung}, step {event.step} ({duration(event.seconds)})"
-        case RestoreTried(step=int()):
-            return f"cannot resume from {event.rung}, step {event.step}: {event.detail}"
-        case NonFinite():
-            ranks = ", ".join(str(rank) for rank in event.ranks)
-            where = f" on rank {ranks}" if ranks else ""
-            then = {"skip": "the step was skipped", "stop": "the run stops"}.get(event.action, "")
-            detail = f" {event.detail}" if event.detail else ""
-            return f"step {event.step}: NaN or Inf in the {event.what}{where}; {then}.{detail}"
-        case Baseline():
-            return f"for comparison, {event.name}: validation loss {number(event.loss)}"
-        case Note():
-            return event.message
-        case _:
-            return _describe_trouble(event)
-
-
-def _describe_trouble(event: Event) -> str | None:
-    """What befalls the ranks and their machines."""
-    match event:
-        case RankLost():
-            host = f" on {event.host}" if event.host else ""
-            who = f"rank {event.rank}{host}" if event.rank >= 0 else "the run"
-            how = {"hang": "hung", "node": "was lost with its machine"}.get(event.cause, "failed")
-            log = f"; its log: {event.log}" if event.log else ""
-            if event.told_at_end:
-                return f"{_at(event.step)}{who} {how}"
-            return f"{_at(event.step)}{who} {how}: {event.error.rstrip('.')}{log}"
-        case Restarting():
-            budget = "" if event.budget is None else f", restart {event.used} of {event.budget}"
-            delay = f" in {duration(event.delay)}" if event.delay else ""
-            # What failed or hung has just been said.
-            told = event.reason in ("failure", "hang")
-            detail = f": {event.detail}" if event.detail and not told else ""
-            why = event.reason.replace("_", " ")
-            return f"all ranks are started again{delay} ({why}{budget}){detail}"
-        case GaveUp():
-            return f"giving up: {event.reason}"
-        case NodeLeft():
-            how = {"lost": "is lost", "preempted": "was told to leave"}.get(event.reason, "left")
-            return f"machine {event.host} {how}"
-        case NodeJoined():
-            return f"machine {event.host} joined"
-        case HangFound():
-            if not event.seconds:  # seen without any standing still
-                return f"{_at(event.step)}{event.summary}"
-            then = {
-                "restart": "; if it goes on, all ranks are restarted",
-                "stop": "; if it goes on, the run is stopped",
-            }
-            stood = f"nothing has moved for {duration(event.seconds)}: {event.summary}"
-            # The rest of the report, below its first line: every rank, and the stacks.
-            _, newline, rest = event.detail.partition("\n")
-            return f"{_at(event.step)}{stood}{then.get(event.action, '')}{newline}{rest}"
-        case HangOver():
-            return f"{_at(event.step)}moving again, after {duration(event.seconds)}"
-        case Straggler():
-            host = f" on {event.host}" if event.host else ""
-            waits = f"the others wait {event.costs:.3g} s a step for it ({event.share:.0%})"
-            return f"step {event.step}: rank {event.rank}{host} is slow in {event.phase}: {waits}"
-        case _:
-            return None
-
-
-def _ranks(event: RanksStarted) -> str:
-    text = plural(event.world_size or event.nproc, "rank")
-    if len(event.nodes) > 1:
-        text += f" on {len(event.nodes)} machines ({', '.join(event.nodes)})"
-    return f"{text}, {event.idle} more standing by" if event.idle else text
-
-
-def _at(step: int | None) -> str:
-    return "" if step is None else f"step {step}: "

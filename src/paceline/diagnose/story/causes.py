@@ -13,8 +13,9 @@ from paceline.diagnose.story.evidence import Evidence, LogEvidence
 from paceline.diagnose.story.rules import SIGNALS, Rule, hang_advice, rule_for
 from paceline.diagnose.story.samples import samples_of
 from paceline.diagnose.story.worlds import Fault
-from paceline.events import Event, NonFinite, RunStarted, StepDone
-from paceline.track.pace import duration, number
+from paceline.events import Event, RunStarted, StepDone
+from paceline.events.wording import after_step, at_step, nonfinite_text, rank_on_host
+from paceline.formatting import duration, number
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ def failed_text(fault: Fault, log: LogEvidence | None = None) -> str:
     """Who failed, when and how, without why: ``rank 1 on a was killed by SIGKILL after step 5``."""
     who = _who(fault)
     if fault.signal:
-        return f"{who} was killed by {fault.signal} {_when(fault)}"
+        return f"{who} was killed by {fault.signal} {after_step(fault.step)}"
     error = fault.error or (log.error if log else "")
     if not error:
-        return f"{who} failed {_when(fault)}"
-    return f"{who} failed {_when(fault)}: {error.rstrip('.')}"
+        return f"{who} failed {after_step(fault.step)}"
+    return f"{who} failed {after_step(fault.step)}: {error.rstrip('.')}"
 
 
 def sentence(text: str) -> str:
@@ -71,12 +72,9 @@ def sentence(text: str) -> str:
 
 
 def _who(fault: Fault) -> str:
-    rank = "a rank" if fault.rank is None else f"rank {fault.rank}"
-    return f"{rank} on {fault.host}" if fault.host else rank
-
-
-def _when(fault: Fault) -> str:
-    return f"after step {fault.step}" if fault.step else "before the first step"
+    if fault.rank is not None:
+        return rank_on_host(fault.rank, fault.host)
+    return f"a rank on {fault.host}" if fault.host else "a rank"
 
 
 def _cause(fault: Fault, log: LogEvidence | None, kind: str, text: str, advice: str) -> Cause:
@@ -194,9 +192,10 @@ def _guess(cause: Cause) -> Cause:
 def _hang(fault: Fault, log: LogEvidence | None) -> Cause:
     hang = fault.hang
     if hang is None:
-        text = sentence(f"the run stood still {_when(fault)}: {fault.error}")
+        text = sentence(f"the run stood still {after_step(fault.step)}: {fault.error}")
         return _cause(fault, log, "hang", text, hang_advice(fault.error))
-    text = f"the run stood still {_when(fault)}, for {duration(hang.seconds)}: {hang.summary}"
+    stood = f"the run stood still {after_step(fault.step)}, for {duration(hang.seconds)}"
+    text = f"{stood}: {hang.summary}"
     cause = _cause(fault, log, "hang", sentence(text), hang_advice(hang.what))
     return replace(cause, shown=hang.detail)
 
@@ -204,7 +203,7 @@ def _hang(fault: Fault, log: LogEvidence | None) -> Cause:
 def _nonfinite(fault: Fault, log: LogEvidence | None, events: Sequence[Event]) -> Cause:
     event = fault.nonfinite
     assert event is not None
-    text = [sentence(f"{_nonfinite_text(event)} stopped the run")]
+    text = [sentence(f"{nonfinite_text(event, at_step(event.step))} stopped the run")]
     started = [e for e in events if isinstance(e, RunStarted)]
     losses = _losses_before(events, event.step)
     data = f"the samples of step {event.step}{samples_of(events, event.step)}"
@@ -227,13 +226,6 @@ def _nonfinite(fault: Fault, log: LogEvidence | None, events: Sequence[Event]) -
 _CLIP = "train.clip_norm"
 
 
-def _nonfinite_text(event: NonFinite) -> str:
-    ranks = ", ".join(map(str, event.ranks))
-    word = "rank" if len(event.ranks) == 1 else "ranks"
-    where = f" on {word} {ranks}" if ranks else ""
-    return f"NaN or Inf in the {event.what} at step {event.step}{where}"
-
-
 def _losses_before(events: Sequence[Event], step: int) -> list[float]:
     """The finite losses of the last steps before ``step``."""
     losses = {e.step: e.loss for e in events if isinstance(e, StepDone) and e.step < step}
@@ -252,7 +244,7 @@ def _lost_node(fault: Fault) -> Cause:
     where = f"node {fault.host}" if fault.host else "a node"
     rank = "" if fault.rank is None else f" (its first rank was {fault.rank})"
     text = (
-        f"{sentence(f'{where} gave no sign of life any more {_when(fault)}{rank}')} "
+        f"{sentence(f'{where} gave no sign of life any more {after_step(fault.step)}{rank}')} "
         "Probably the machine went down or its network was cut."
     )
     if not fault.host and fault.error:
@@ -265,7 +257,7 @@ def _lost_node(fault: Fault) -> Cause:
 
 
 def _cut_off(fault: Fault, evidence: Evidence) -> Cause:
-    text = f"the record ends {_when(fault)}, without an end"
+    text = f"the record ends {after_step(fault.step)}, without an end"
     for log in evidence.of_all(fault.attempt):
         found = _rule_in("", log)
         if found is not None and found[0].kind not in ("lost_peer", "timeout"):
@@ -288,5 +280,5 @@ _AS_ASKED = {
 
 
 def _as_asked(fault: Fault) -> Cause:
-    text = sentence(_AS_ASKED[fault.kind].format(when=_when(fault)))
+    text = sentence(_AS_ASKED[fault.kind].format(when=after_step(fault.step)))
     return _cause(fault, None, fault.kind, text, "nothing is wrong")

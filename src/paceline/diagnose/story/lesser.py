@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.diagnose.story.causes import Cause, sentence
-from paceline.diagnose.story.chapters import straggler_text
 from paceline.diagnose.story.costs import straggler_seconds
 from paceline.diagnose.story.rules import hang_advice, rule_for
 from paceline.diagnose.story.worlds import World, standstills
@@ -16,7 +15,8 @@ from paceline.events import (
     RestoreTried,
     Straggler,
 )
-from paceline.track.pace import duration
+from paceline.events.wording import at_step, is_passed_over, nonfinite_text, rank_on_host
+from paceline.formatting import duration, short_time
 
 _SLOW = {
     "data": "look at where it reads its data from, and at data.workers",
@@ -70,11 +70,9 @@ def _of_event(event: Event) -> Cause | None:
             error=event.detail,
         )
     if isinstance(event, NonFinite):
-        ranks = f" on rank {', '.join(map(str, event.ranks))}" if event.ranks else ""
         return Cause(
             kind="nonfinite",
-            text=f"NaN or Inf in the {event.what} at step {event.step}{ranks}: the step was left "
-            "out.",
+            text=f"{nonfinite_text(event, at_step(event.step))}: the step was left out.",
             advice="a few are harmless; if they become more, lower optimizer.lr or set "
             "train.clip_norm",
             rank=event.ranks[0] if event.ranks else None,
@@ -85,8 +83,17 @@ def _of_event(event: Event) -> Cause | None:
 
 
 def _is_damage(event: RestoreTried) -> bool:
-    there = event.step is not None and not event.ok
-    return there and not event.detail.startswith("stepped over")
+    return not event.ok and not is_passed_over(event)
+
+
+def _slow_text(event: Straggler) -> str:
+    """Who is slow, in what, and what it costs."""
+    factor = f"takes {event.factor:.1f} times as long as the others"
+    slow = factor if event.factor < 100 else "is slow"
+    return (
+        f"{rank_on_host(event.rank, event.host)} {slow}, most of it in {event.phase}; they wait "
+        f"{short_time(event.costs)} for it every step ({event.share:.0%} of the step)"
+    )
 
 
 def _slowest(worlds: Sequence[World]) -> Cause | None:
@@ -106,7 +113,7 @@ def _slowest(worlds: Sequence[World]) -> Cause | None:
     )
     return Cause(
         kind="straggler",
-        text=sentence(straggler_text(event)),
+        text=sentence(_slow_text(event)),
         advice=advice,
         rank=rank,
         host=host,

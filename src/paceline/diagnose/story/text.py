@@ -11,7 +11,8 @@ from paceline.diagnose.story.causes import Cause
 from paceline.diagnose.story.chapters import Chapter
 from paceline.diagnose.story.costs import STANDSTILL, Costs
 from paceline.events import GaveUp
-from paceline.track.pace import clock, duration, number, plural, rate
+from paceline.events.wording import at_step
+from paceline.formatting import clock, duration, number, plural, samples_per_second
 
 if TYPE_CHECKING:
     from paceline.diagnose.story.story import Story
@@ -60,8 +61,9 @@ def headline(story: Story) -> str:
     """Where the run stands, in one line."""
     facts, costs = story.facts, story.costs
     total = "" if facts.total_steps is None else f" of {facts.total_steps}"
-    at = f"at step {facts.step}{total}" if facts.step else "before the first step"
-    speed = f", {rate(facts.samples_per_second)} samples/s" if facts.samples_per_second else ""
+    at = at_step(facts.step) + (total if facts.step else "")
+    pace = facts.samples_per_second
+    speed = f", {samples_per_second(pace)}" if pace else ""
     spite = ""
     if story.faults:
         spite = f", in spite of {plural(len(story.faults), 'interruption')}"
