@@ -21,7 +21,7 @@ from paceline.diagnose.hangs.coordinator import Coordinator
 from paceline.diagnose.hangs.mismatch import digest
 from paceline.diagnose.hangs.report import Beat, Call, Frame, Message, Place, Report
 from paceline.diagnose.hangs.verdict import judge
-from paceline.doctor.together import Card, Ways
+from paceline.doctor.multi_node import LinkReport, MachineCard
 from paceline.errors import PacelineError
 from paceline.events import Event, EventLog, Note, StepDone
 from paceline.events.wording import moving_again
@@ -254,6 +254,9 @@ _KINDS: dict[str, tuple[Callable[[], Any], Callable[[bytes, Path], None]]] = {
     "digest": (_sound_digest, _hang),
     "rendezvous": (_sound_state, _rendezvous),
     "world": (_sound_current, _of_kind(Current)),
-    "card": (lambda: asdict(Card("alpha", "10.0.0.1", "", 5, "0a1b2c3d")), _of_kind(Card)),
-    "links": (lambda: asdict(Ways([], [])), _of_kind(Ways)),
+    "card": (
+        lambda: asdict(MachineCard("alpha", "10.0.0.1", "", 5, "0a1b2c3d")),
+        _of_kind(MachineCard),
+    ),
+    "links": (lambda: asdict(LinkReport([], [])), _of_kind(LinkReport)),
 }

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from paceline.bench.catalogue import COLLECTIVES, bus_bandwidth
 from paceline.bench.fit import fit, predict
-from paceline.bench.pairs import rounds, summarised
+from paceline.bench.pairs import summarised
 from paceline.bench.request import Request, groups_of, parse_size, read_request
 from paceline.bench.result import CommResult, Pair, make_cell, slow_links, spread
 from paceline.bench.timing import make_plan
 from paceline.errors import ConfigError
 from paceline.formatting import binary_size, byte_rate, short_time
 from paceline.wire import Reduction
+from paceline.wire.round_robin import round_robin
 
 GOOD = {
     "collectives": "all_reduce",
@@ -159,7 +160,7 @@ def test_plan_keeps_to_its_time() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
 def test_every_pair_meets_once_and_nobody_has_two_partners(count: int) -> None:
-    plan = rounds(range(count))
+    plan = round_robin(range(count))
     met = [pair for at_once in plan for pair in at_once]
     assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     for at_once in plan:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.doctor.facts import Facts
+from paceline.doctor.facts import ClusterFacts
 from paceline.doctor.finding import Finding, problems
 from paceline.formatting import plural
 
@@ -67,7 +67,7 @@ def summary(findings: Sequence[Finding]) -> str:
     return ", ".join(parts) + ":" if parts else "No problems found."
 
 
-def to_json(findings: Sequence[Finding], facts: Facts) -> str:
+def to_json(findings: Sequence[Finding], facts: ClusterFacts) -> str:
     """Findings, and the facts they were reached from."""
     report = {
         "ok": is_sound(findings),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import fields
 
-from paceline.doctor.facts import Facts, Gpu, Machine, Versions
+from paceline.doctor.facts import ClusterFacts, Gpu, Machine, Versions
 from paceline.doctor.finding import Finding, failed, ok, warning
 from paceline.formatting import binary_size, plural
 
@@ -27,7 +27,7 @@ _FIXES = {
 }
 
 
-def config(facts: Facts) -> list[Finding]:
+def config(facts: ClusterFacts) -> list[Finding]:
     """What is wrong with the config itself, on any machine."""
     by_problem: dict[str, list[str]] = {}
     for machine in facts.machines:
@@ -46,7 +46,7 @@ def config(facts: Facts) -> list[Finding]:
     ]
 
 
-def versions(facts: Facts) -> list[Finding]:
+def versions(facts: ClusterFacts) -> list[Finding]:
     """Whether all machines run the same software on the same config."""
     findings = [
         failed(
@@ -84,7 +84,7 @@ def _differing(name: str, found: dict[str, list[str]]) -> Finding:
     return judge("versions", f"{word} differs: {text}", fix)
 
 
-def _versions_in_words(facts: Facts) -> str:
+def _versions_in_words(facts: ClusterFacts) -> str:
     one = facts.machines[0].versions
     parts = [f"paceline {one.paceline}", f"torch {one.torch}", f"Python {one.python}"]
     parts += [f"CUDA {one.cuda}"] if one.cuda else []
@@ -94,7 +94,7 @@ def _versions_in_words(facts: Facts) -> str:
     return ", ".join(parts) + equal
 
 
-def cores(facts: Facts) -> list[Finding]:
+def cores(facts: ClusterFacts) -> list[Finding]:
     """Whether ranks and their threads have cores to run on."""
     findings = []
     for machine in facts.machines:
@@ -125,7 +125,7 @@ def cores(facts: Facts) -> list[Finding]:
     return findings
 
 
-def memory(facts: Facts) -> list[Finding]:
+def memory(facts: ClusterFacts) -> list[Finding]:
     """Whether the ranks' memory suffices for what they need at the least."""
     findings = []
     for machine in facts.machines:
@@ -167,7 +167,7 @@ def least_memory(machine: Machine) -> int:
     return int(plan.nproc * (RANK_BYTES + plan.copies_of_state * state))
 
 
-def limits(facts: Facts) -> list[Finding]:
+def limits(facts: ClusterFacts) -> list[Finding]:
     """Open files, processes, shared memory."""
     findings = []
     for machine in facts.machines:
@@ -176,7 +176,7 @@ def limits(facts: Facts) -> list[Finding]:
     return findings
 
 
-def _files(machine: Machine, facts: Facts) -> list[Finding]:
+def _files(machine: Machine, facts: ClusterFacts) -> list[Finding]:
     limits, plan = machine.limits, machine.plan
     world = plan.nproc * max(plan.most_nodes, len(facts.machines))
     # Gloo keeps connections to every other rank in each of its groups; each reading process has
@@ -216,7 +216,7 @@ def _processes(machine: Machine) -> list[Finding]:
     ]
 
 
-def _shared_memory(machine: Machine, facts: Facts) -> list[Finding]:
+def _shared_memory(machine: Machine, facts: ClusterFacts) -> list[Finding]:
     limits, plan, model = machine.limits, machine.plan, machine.model
     if limits.shm_free is None or limits.shm_total is None:
         return []
@@ -265,7 +265,7 @@ def _limits_in_words(machine: Machine) -> str:
     return words
 
 
-def gpus(facts: Facts) -> list[Finding]:
+def gpus(facts: ClusterFacts) -> list[Finding]:
     """How many, the same everywhere, free, and healthy; one line where there are none."""
     if not any(m.gpus.visible or m.gpus.devices for m in facts.machines):
         errors = [f"{m.name}: {m.gpus.error}" for m in facts.machines if m.gpus.error]
@@ -278,7 +278,7 @@ def gpus(facts: Facts) -> list[Finding]:
     return findings or [ok("GPUs", "; ".join(map(_gpus_in_words, facts.machines)))]
 
 
-def _different_gpus(facts: Facts) -> list[Finding]:
+def _different_gpus(facts: ClusterFacts) -> list[Finding]:
     kinds = {m.name: _gpus_in_words(m).partition(": ")[2] for m in facts.machines}
     if len(set(kinds.values())) < 2:
         return []

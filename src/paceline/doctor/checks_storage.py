@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.doctor.facts import SYNC_BYTES, Facts, Folder, Machine
+from paceline.doctor.facts import SYNC_BYTES, ClusterFacts, FolderFacts, Machine
 from paceline.doctor.finding import Finding, failed, ok, warning
 from paceline.formatting import binary_size, byte_rate
 
@@ -10,7 +10,7 @@ SLOW_SYNC = 5e6
 """Bytes a second to the disk below which saving checkpoints will hold a run up."""
 
 
-def folders(facts: Facts) -> list[Finding]:
+def folders(facts: ClusterFacts) -> list[Finding]:
     """Whether every machine can write where the run writes, and how fast."""
     findings = []
     for machine in facts.machines:
@@ -19,7 +19,7 @@ def folders(facts: Facts) -> list[Finding]:
     return findings
 
 
-def _folder(machine: Machine, folder: Folder) -> list[Finding]:
+def _folder(machine: Machine, folder: FolderFacts) -> list[Finding]:
     title = f"{machine.name}: {folder.key} {folder.where}"
     if folder.error:
         return [
@@ -44,7 +44,7 @@ def _folder(machine: Machine, folder: Folder) -> list[Finding]:
     return [ok("folders", f"{title} is writable, {byte_rate(speed)} to the disk")]
 
 
-def shared(facts: Facts) -> list[Finding]:
+def shared(facts: ClusterFacts) -> list[Finding]:
     """Whether all machines see the same folder: what one wrote, the others must find."""
     findings = []
     for key in dict.fromkeys(seen.key for seen in facts.seen):
@@ -80,7 +80,7 @@ def shared(facts: Facts) -> list[Finding]:
     return findings
 
 
-def disk(facts: Facts) -> list[Finding]:
+def disk(facts: ClusterFacts) -> list[Finding]:
     """Whether the next checkpoint fits, and as many as are kept."""
     return [
         _room(machine, folder)
@@ -90,7 +90,7 @@ def disk(facts: Facts) -> list[Finding]:
     ]
 
 
-def _room(machine: Machine, folder: Folder) -> Finding:
+def _room(machine: Machine, folder: FolderFacts) -> Finding:
     title = f"{machine.name}: {folder.where}"
     model = machine.model
     free = "as much as the store has" if folder.free is None else f"{binary_size(folder.free)} free"
@@ -115,12 +115,12 @@ def _room(machine: Machine, folder: Folder) -> Finding:
     return warning("disk", f"{found}: they will not all fit", fix)
 
 
-def _where(facts: Facts, key: str) -> str:
+def _where(facts: ClusterFacts, key: str) -> str:
     found = [f.where for machine in facts.machines for f in machine.folders if f.key == key]
     return found[0] if found else ""
 
 
-def _holds_checkpoints(facts: Facts, key: str) -> bool:
+def _holds_checkpoints(facts: ClusterFacts, key: str) -> bool:
     return any(
         folder.holds_checkpoints
         for machine in facts.machines
