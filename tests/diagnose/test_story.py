@@ -9,8 +9,8 @@ import pytest
 from diagnose.made_up_runs import STARTUP, MadeUpLogs, MadeUpRun
 from paceline.diagnose.hangs.verdict import KINDS
 from paceline.diagnose.story import Story, tell
-from paceline.diagnose.story.rules import HANGS
-from paceline.diagnose.story.text import write
+from paceline.diagnose.story.error_rules import HANGS
+from paceline.diagnose.story.report import write
 from paceline.events import (
     CheckpointFailed,
     GaveUp,

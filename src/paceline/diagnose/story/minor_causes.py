@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.diagnose.story.causes import Cause, sentence
+from paceline.diagnose.story.attempts import Attempt, standstills
+from paceline.diagnose.story.causes import RootCause, sentence
 from paceline.diagnose.story.costs import straggler_seconds
-from paceline.diagnose.story.rules import hang_advice, rule_for
-from paceline.diagnose.story.worlds import World, standstills
+from paceline.diagnose.story.error_rules import hang_advice, rule_for
 from paceline.events import (
     CheckpointFailed,
     Event,
@@ -24,18 +24,18 @@ _SLOW = {
 }
 
 
-def lesser_cause(worlds: Sequence[World]) -> Cause | None:
-    """The first thing that went wrong without ending a world; a slow rank only if nothing else."""
-    events = [event for world in worlds for event in world.events]
+def minor_cause(attempts: Sequence[Attempt]) -> RootCause | None:
+    """What went wrong first without ending an attempt; a slow rank only if nothing else did."""
+    events = [event for attempt in attempts for event in attempt.events]
     for event in events:
         if (cause := _of_event(event)) is not None:
             return cause
-    for world in worlds:
-        for hang, over in standstills(world):
+    for attempt in attempts:
+        for hang, over in standstills(attempt):
             if over is not None:
                 stood = f"the run stood still for {duration(over.seconds)}, then went on by itself"
                 text = f"{stood}: {hang.summary}" if hang.seconds else hang.summary
-                return Cause(
+                return RootCause(
                     kind="hang" if hang.seconds else hang.what,
                     text=sentence(text),
                     advice=hang_advice(hang.what),
@@ -44,13 +44,13 @@ def lesser_cause(worlds: Sequence[World]) -> Cause | None:
                     error=hang.summary,
                     shown=hang.detail,
                 )
-    return _slowest(worlds)
+    return _slowest(attempts)
 
 
-def _of_event(event: Event) -> Cause | None:
+def _of_event(event: Event) -> RootCause | None:
     if isinstance(event, CheckpointFailed):
         rule = rule_for(event.error)
-        return Cause(
+        return RootCause(
             kind=rule.kind if rule else "not_saved",
             text=sentence(f"the checkpoint of step {event.step} could not be saved: {event.error}"),
             advice=rule.advice if rule else "put right what the message says",
@@ -58,7 +58,7 @@ def _of_event(event: Event) -> Cause | None:
             error=event.error,
         )
     if isinstance(event, RestoreTried) and _is_damage(event):
-        return Cause(
+        return RootCause(
             kind="damaged",
             text=sentence(
                 f"{event.rung}, step {event.step}, could not be used and was stepped over: "
@@ -70,7 +70,7 @@ def _of_event(event: Event) -> Cause | None:
             error=event.detail,
         )
     if isinstance(event, NonFinite):
-        return Cause(
+        return RootCause(
             kind="nonfinite",
             text=f"{nonfinite_text(event, at_step(event.step))}: the step was left out.",
             advice="a few are harmless; if they become more, lower optimizer.lr or set "
@@ -96,22 +96,22 @@ def _slow_text(event: Straggler) -> str:
     )
 
 
-def _slowest(worlds: Sequence[World]) -> Cause | None:
-    costs = straggler_seconds(worlds)
+def _slowest(attempts: Sequence[Attempt]) -> RootCause | None:
+    costs = straggler_seconds(attempts)
     if not costs:
         return None
     rank, host, phase = max(costs, key=lambda key: costs[key])
     event = next(
         e
-        for world in worlds
-        for e in world.events
+        for attempt in attempts
+        for e in attempt.events
         if isinstance(e, Straggler) and (e.rank, e.host, e.phase) == (rank, host, phase)
     )
     there = host or "its machine"
     advice = _SLOW.get(
         phase, f"see what else runs on {there} (top, nvidia-smi: clocks, heat, other programs)"
     )
-    return Cause(
+    return RootCause(
         kind="straggler",
         text=sentence(_slow_text(event)),
         advice=advice,

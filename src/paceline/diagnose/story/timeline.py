@@ -1,18 +1,18 @@
-"""What happened in a run, in order, in words: one chapter an event, steps drawn together."""
+"""What happened in a run, in order, in words: one entry per event, steps drawn together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.diagnose.story.worlds import World
+from paceline.diagnose.story.attempts import Attempt
 from paceline.events import Event, RankLost, RunFailed, StepDone
 from paceline.events.wording import describe
 from paceline.formatting import number, samples_per_second
 
 
 @dataclass(frozen=True)
-class Chapter:
+class TimelineEntry:
     """One thing that happened; ``detail`` is all there is to say of it, in lines.
 
     ``trouble`` marks what went wrong, ``minor`` what a short telling leaves out.
@@ -27,37 +27,37 @@ class Chapter:
     minor: bool = False
 
 
-def chapters_of(worlds: Sequence[World]) -> list[Chapter]:
-    """The chapters of a run, oldest first."""
-    return [chapter for world in worlds for chapter in _of_world(world)]
+def timeline_of(attempts: Sequence[Attempt]) -> list[TimelineEntry]:
+    """The timeline of a run, oldest first."""
+    return [entry for attempt in attempts for entry in _of_attempt(attempt)]
 
 
-def _of_world(world: World) -> Iterator[Chapter]:
+def _of_attempt(attempt: Attempt) -> Iterator[TimelineEntry]:
     steps: list[StepDone] = []
-    for event in world.events:
+    for event in attempt.events:
         if isinstance(event, StepDone):
             steps.append(event)
             continue
-        chapter = _of_event(event)
-        if chapter is None or _is_told(event, world):
+        entry = _of_event(event)
+        if entry is None or _is_told(event, attempt):
             continue
-        if steps and not chapter.minor:  # a step or two between small things are not worth a line
+        if steps and not entry.minor:  # a step or two between small things are not worth a line
             yield _of_steps(steps)
             steps = []
-        yield chapter
+        yield entry
     if steps:
         yield _of_steps(steps)
-    if world.fault is not None and world.fault.kind == "cut_off":
+    if attempt.fault is not None and attempt.fault.kind == "cut_off":
         text = "the record of this start ends here, without an end"
-        yield Chapter(world.ended, "CutOff", text, world.fault.step, trouble=True)
+        yield TimelineEntry(attempt.ended, "CutOff", text, attempt.fault.step, trouble=True)
 
 
-def _is_told(event: Event, world: World) -> bool:
+def _is_told(event: Event, attempt: Attempt) -> bool:
     """A failed run repeats the error of the rank that was lost."""
-    return isinstance(event, RunFailed) and world.first(RankLost) is not None
+    return isinstance(event, RunFailed) and attempt.first(RankLost) is not None
 
 
-def _of_steps(steps: Sequence[StepDone]) -> Chapter:
+def _of_steps(steps: Sequence[StepDone]) -> TimelineEntry:
     first, last = steps[0], steps[-1]
     seconds = sum(s.seconds for s in steps)
     samples = sum(s.samples for s in steps)
@@ -67,14 +67,14 @@ def _of_steps(steps: Sequence[StepDone]) -> Chapter:
     else:
         losses = f"loss {number(first.loss)} → {number(last.loss)}"
         text = f"steps {first.step} to {last.step}: {losses}{speed}"
-    return Chapter(last.time, "Steps", text, last.step)
+    return TimelineEntry(last.time, "Steps", text, last.step)
 
 
-def _of_event(event: Event) -> Chapter | None:
-    """An event as a chapter; ``None`` for those that hold only numbers."""
+def _of_event(event: Event) -> TimelineEntry | None:
+    """An event as an entry; ``None`` for those that hold only numbers."""
     if (wording := describe(event)) is None:
         return None
-    return Chapter(
+    return TimelineEntry(
         event.time,
         type(event).__name__,
         wording.text,
