@@ -1,6 +1,6 @@
 """What the logs of ranks say about their end: tracebacks, dumps, last words.
 
-:func:`evidence_in` is a pure function over the text of a log; :class:`Logs` finds the log of a
+:func:`evidence_in` is a pure function over the text of a log; :class:`RankLogs` finds the log of a
 rank in a run folder, on whichever node and at whichever start it was written.
 """
 
@@ -72,7 +72,7 @@ class LogEvidence:
         return self.traceback or self.dump or "\n".join(self.last_words) or self.tail
 
 
-class Evidence(Protocol):
+class LogSource(Protocol):
     """Where the story of a run looks for a reason."""
 
     def of(self, attempt: int, rank: int, log: str = "") -> LogEvidence | None:
@@ -82,7 +82,7 @@ class Evidence(Protocol):
         """Of every rank at one start."""
 
 
-class NoEvidence:
+class NoLogs:
     """A run without logs."""
 
     def of(self, attempt: int, rank: int, log: str = "") -> LogEvidence | None:
@@ -94,7 +94,7 @@ class NoEvidence:
         return []
 
 
-class Logs:
+class RankLogs:
     """The logs in a run folder: ``logs/[node<k>-<host>/][attempt<n>/]rank<r>.log``."""
 
     def __init__(self, folder: Path) -> None:
@@ -102,14 +102,14 @@ class Logs:
         self._found: list[Path] | None = None
 
     def of(self, attempt: int, rank: int, log: str = "") -> LogEvidence | None:
-        """See :class:`Evidence`."""
+        """See :class:`LogSource`."""
         for path in (*self._told(log), *self._of_attempt(attempt, str(rank))):
             if path.is_file():
                 return read_log(path)
         return None
 
     def of_all(self, attempt: int) -> list[LogEvidence]:
-        """See :class:`Evidence`."""
+        """See :class:`LogSource`."""
         return [read_log(path) for path in self._of_attempt(attempt, "*")]
 
     def _told(self, log: str) -> list[Path]:

@@ -7,11 +7,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.diagnose.story.causes import Cause
-from paceline.diagnose.story.chapters import Chapter
-from paceline.diagnose.story.costs import STANDSTILL, Costs
+from paceline.diagnose.story.causes import RootCause
+from paceline.diagnose.story.costs import STANDSTILL, RunCosts
+from paceline.diagnose.story.timeline import TimelineEntry
 from paceline.events import GaveUp
-from paceline.track.pace import clock, duration, number, plural, rate
+from paceline.events.wording import at_step
+from paceline.formatting import clock, duration, number, plural, samples_per_second
 
 if TYPE_CHECKING:
     from paceline.diagnose.story.story import Story
@@ -49,7 +50,7 @@ def write(
     if story.ended_by is not None:
         lines += ["", heading("What ended it"), *_cause(story.ended_by, everything)]
     if not quiet or everything:
-        lines += ["", heading("What happened"), *_chapters(story, everything)]
+        lines += ["", heading("What happened"), *_timeline(story, everything)]
         lines += ["", heading("What it cost"), *_costs(story.costs)]
     if story.resume:
         lines += ["", f"To go on: {story.resume}"]
@@ -60,8 +61,9 @@ def headline(story: Story) -> str:
     """Where the run stands, in one line."""
     facts, costs = story.facts, story.costs
     total = "" if facts.total_steps is None else f" of {facts.total_steps}"
-    at = f"at step {facts.step}{total}" if facts.step else "before the first step"
-    speed = f", {rate(facts.samples_per_second)} samples/s" if facts.samples_per_second else ""
+    at = at_step(facts.step) + (total if facts.step else "")
+    pace = facts.samples_per_second
+    speed = f", {samples_per_second(pace)}" if pace else ""
     spite = ""
     if story.faults:
         spite = f", in spite of {plural(len(story.faults), 'interruption')}"
@@ -114,7 +116,7 @@ def _cause_heading(story: Story) -> str:
     return "What went wrong first" if story.faults else "Worth knowing"
 
 
-def _cause(cause: Cause, everything: bool) -> Iterator[str]:
+def _cause(cause: RootCause, everything: bool) -> Iterator[str]:
     yield from _wrapped(cause.text)
     if cause.advice:
         yield from _wrapped(f"Next: {cause.advice}.")
@@ -140,23 +142,23 @@ def _wrapped(text: str) -> list[str]:
     )
 
 
-def _chapters(story: Story, everything: bool) -> Iterator[str]:
+def _timeline(story: Story, everything: bool) -> Iterator[str]:
     told = [c for c in story.chapters if everything or not c.minor]
     cut = 0 if everything else len(told) - _FIRST - _LAST
     days = _days(told)
     shown_already = _reports_shown(story)
     width = max((len(f"step {c.step}") for c in told if c.step is not None), default=0)
-    for index, chapter in enumerate(told):
+    for index, entry in enumerate(told):
         if cut > 0 and _FIRST <= index < _FIRST + cut:
             if index == _FIRST:
                 yield f"{_INDENT}… {cut} more: --all shows them"
             continue
-        at = datetime.datetime.fromtimestamp(chapter.time).strftime(days)
-        step = f"step {chapter.step}" if chapter.step is not None else ""
-        mark = "!" if chapter.trouble else " "
-        yield f"{_INDENT}{at} {mark} {step:<{width}}  {chapter.text}"
-        if chapter.detail and chapter.detail not in shown_already:
-            yield from (f"{_INDENT}    | {line}".rstrip() for line in chapter.detail.splitlines())
+        at = datetime.datetime.fromtimestamp(entry.time).strftime(days)
+        step = f"step {entry.step}" if entry.step is not None else ""
+        mark = "!" if entry.trouble else " "
+        yield f"{_INDENT}{at} {mark} {step:<{width}}  {entry.text}"
+        if entry.detail and entry.detail not in shown_already:
+            yield from (f"{_INDENT}    | {line}".rstrip() for line in entry.detail.splitlines())
 
 
 def _reports_shown(story: Story) -> set[str]:
@@ -165,13 +167,13 @@ def _reports_shown(story: Story) -> set[str]:
     return {c.shown for c in causes} | {f"its log: {c.log}" for c in causes}
 
 
-def _days(chapters: Sequence[Chapter]) -> str:
+def _days(entries: Sequence[TimelineEntry]) -> str:
     """How times are written: with the day where the story takes more than one."""
-    days = {datetime.datetime.fromtimestamp(c.time).date() for c in chapters}
+    days = {datetime.datetime.fromtimestamp(c.time).date() for c in entries}
     return "%H:%M:%S" if len(days) < 2 else "%m-%d %H:%M:%S"
 
 
-def _costs(costs: Costs) -> Iterator[str]:
+def _costs(costs: RunCosts) -> Iterator[str]:
     rows = []
     for kind, loss in costs.by_kind.items():
         times = f"{loss.faults}×" if loss.faults else ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import fields
 
-from paceline.doctor.facts import Facts, Gpu, Machine, Versions
-from paceline.doctor.finding import Finding, counted, failed, ok, size, warning
+from paceline.doctor.facts import ClusterFacts, Gpu, Machine, Versions
+from paceline.doctor.finding import Finding, failed, ok, warning
+from paceline.formatting import binary_size, plural
 
 RANK_BYTES = 300 * 2**20
 """What a rank needs before it holds a model: Python, torch and their buffers, measured on a CPU."""
@@ -26,7 +27,7 @@ _FIXES = {
 }
 
 
-def config(facts: Facts) -> list[Finding]:
+def config(facts: ClusterFacts) -> list[Finding]:
     """What is wrong with the config itself, on any machine."""
     by_problem: dict[str, list[str]] = {}
     for machine in facts.machines:
@@ -45,7 +46,7 @@ def config(facts: Facts) -> list[Finding]:
     ]
 
 
-def versions(facts: Facts) -> list[Finding]:
+def versions(facts: ClusterFacts) -> list[Finding]:
     """Whether all machines run the same software on the same config."""
     findings = [
         failed(
@@ -83,7 +84,7 @@ def _differing(name: str, found: dict[str, list[str]]) -> Finding:
     return judge("versions", f"{word} differs: {text}", fix)
 
 
-def _versions_in_words(facts: Facts) -> str:
+def _versions_in_words(facts: ClusterFacts) -> str:
     one = facts.machines[0].versions
     parts = [f"paceline {one.paceline}", f"torch {one.torch}", f"Python {one.python}"]
     parts += [f"CUDA {one.cuda}"] if one.cuda else []
@@ -93,12 +94,12 @@ def _versions_in_words(facts: Facts) -> str:
     return ", ".join(parts) + equal
 
 
-def cores(facts: Facts) -> list[Finding]:
+def cores(facts: ClusterFacts) -> list[Finding]:
     """Whether ranks and their threads have cores to run on."""
     findings = []
     for machine in facts.machines:
         limits, plan = machine.limits, machine.plan
-        ranks = f"{machine.name}: {counted(plan.nproc, 'rank')} on {counted(limits.cores, 'core')}"
+        ranks = f"{machine.name}: {plural(plan.nproc, 'rank')} on {plural(limits.cores, 'core')}"
         if plan.nproc > limits.cores:
             findings.append(
                 warning(
@@ -124,7 +125,7 @@ def cores(facts: Facts) -> list[Finding]:
     return findings
 
 
-def memory(facts: Facts) -> list[Finding]:
+def memory(facts: ClusterFacts) -> list[Finding]:
     """Whether the ranks' memory suffices for what they need at the least."""
     findings = []
     for machine in facts.machines:
@@ -132,11 +133,11 @@ def memory(facts: Facts) -> list[Finding]:
         if free is None:
             continue
         need = least_memory(machine)
-        has = f"{machine.name}: {size(free)} of memory free"
+        has = f"{machine.name}: {binary_size(free)} of memory free"
         if limits.memory_group is not None:
-            has += f" (its control group may use {size(limits.memory_group)})"
+            has += f" (its control group may use {binary_size(limits.memory_group)})"
         verb = "needs" if machine.plan.nproc == 1 else "need"
-        needs = f"{counted(machine.plan.nproc, 'rank')} {verb} at least {size(need)}"
+        needs = f"{plural(machine.plan.nproc, 'rank')} {verb} at least {binary_size(need)}"
         if machine.model.error or not machine.model.model_bytes:
             needs += " without their model, whose size is unknown"
         if need > free:
@@ -166,7 +167,7 @@ def least_memory(machine: Machine) -> int:
     return int(plan.nproc * (RANK_BYTES + plan.copies_of_state * state))
 
 
-def limits(facts: Facts) -> list[Finding]:
+def limits(facts: ClusterFacts) -> list[Finding]:
     """Open files, processes, shared memory."""
     findings = []
     for machine in facts.machines:
@@ -175,7 +176,7 @@ def limits(facts: Facts) -> list[Finding]:
     return findings
 
 
-def _files(machine: Machine, facts: Facts) -> list[Finding]:
+def _files(machine: Machine, facts: ClusterFacts) -> list[Finding]:
     limits, plan = machine.limits, machine.plan
     world = plan.nproc * max(plan.most_nodes, len(facts.machines))
     # Gloo keeps connections to every other rank in each of its groups; each reading process has
@@ -208,14 +209,14 @@ def _processes(machine: Machine) -> list[Finding]:
         failed(
             "limits",
             f"{machine.name}: {left} more processes and threads are allowed (of "
-            f"{limits.processes}); {counted(plan.nproc, 'rank')} need {need}",
+            f"{limits.processes}); {plural(plan.nproc, 'rank')} need {need}",
             f"On {machine.name}: ulimit -u {limits.processes + need}, or raise pids.max of its "
             "control group (docker run --pids-limit).",
         )
     ]
 
 
-def _shared_memory(machine: Machine, facts: Facts) -> list[Finding]:
+def _shared_memory(machine: Machine, facts: ClusterFacts) -> list[Finding]:
     limits, plan, model = machine.limits, machine.plan, machine.model
     if limits.shm_free is None or limits.shm_total is None:
         return []
@@ -227,14 +228,14 @@ def _shared_memory(machine: Machine, facts: Facts) -> list[Finding]:
         need = shared_state(machine, len(facts.machines))
         if need > limits.shm_free:
             text = (
-                f"{machine.name}: {size(limits.shm_free)} free in /dev/shm; the copies in memory "
-                f"(checkpoint.memory_every) need {size(need)}"
+                f"{machine.name}: {binary_size(limits.shm_free)} free in /dev/shm; the copies in "
+                f"memory (checkpoint.memory_every) need {binary_size(need)}"
             )
             return [failed("limits", text, f"{grow}; or set checkpoint.memory_every=null.")]
     if plan.workers and limits.shm_total <= SMALL_SHM:
         text = (
-            f"{machine.name}: /dev/shm has {size(limits.shm_total)}, and "
-            f"{counted(plan.nproc * plan.workers, 'reading process', 'reading processes')} "
+            f"{machine.name}: /dev/shm has {binary_size(limits.shm_total)}, and "
+            f"{plural(plan.nproc * plan.workers, 'reading process', 'reading processes')} "
             "(data.workers) pass batches through it"
         )
         return [warning("limits", text, f"{grow}; or set data.workers=0.")]
@@ -258,11 +259,13 @@ def _limits_in_words(machine: Machine) -> str:
 
     words = f"{machine.name}: {text(limits.files)} open files, {text(limits.processes)} processes"
     if limits.shm_total is not None and limits.shm_free is not None:
-        words += f", /dev/shm {size(limits.shm_free)} of {size(limits.shm_total)} free"
+        words += (
+            f", /dev/shm {binary_size(limits.shm_free)} of {binary_size(limits.shm_total)} free"
+        )
     return words
 
 
-def gpus(facts: Facts) -> list[Finding]:
+def gpus(facts: ClusterFacts) -> list[Finding]:
     """How many, the same everywhere, free, and healthy; one line where there are none."""
     if not any(m.gpus.visible or m.gpus.devices for m in facts.machines):
         errors = [f"{m.name}: {m.gpus.error}" for m in facts.machines if m.gpus.error]
@@ -275,7 +278,7 @@ def gpus(facts: Facts) -> list[Finding]:
     return findings or [ok("GPUs", "; ".join(map(_gpus_in_words, facts.machines)))]
 
 
-def _different_gpus(facts: Facts) -> list[Finding]:
+def _different_gpus(facts: ClusterFacts) -> list[Finding]:
     kinds = {m.name: _gpus_in_words(m).partition(": ")[2] for m in facts.machines}
     if len(set(kinds.values())) < 2:
         return []
@@ -297,8 +300,8 @@ def _gpus_of(machine: Machine) -> list[Finding]:
         findings.append(
             failed(
                 "GPUs",
-                f"{machine.name}: {counted(machine.plan.nproc, 'rank')} on "
-                f"{counted(gpus.visible, 'visible GPU')}",
+                f"{machine.name}: {plural(machine.plan.nproc, 'rank')} on "
+                f"{plural(gpus.visible, 'visible GPU')}",
                 f"On {machine.name}: --nproc {max(gpus.visible, 1)}, or widen "
                 "CUDA_VISIBLE_DEVICES.",
             )
@@ -307,7 +310,7 @@ def _gpus_of(machine: Machine) -> list[Finding]:
         findings.append(
             warning(
                 "GPUs",
-                f"{machine.name}: {counted(len(gpus.devices), 'GPU')} present, none that torch "
+                f"{machine.name}: {plural(len(gpus.devices), 'GPU')} present, none that torch "
                 "would use",
                 f"On {machine.name}: install a torch built for CUDA, or unset an empty "
                 "CUDA_VISIBLE_DEVICES.",
@@ -325,14 +328,14 @@ def _gpu_problems(name: str, gpu: Gpu) -> list[Finding]:
         findings.append(
             warning(
                 "GPUs",
-                f"{title}: {size(gpu.memory_free)} of {size(gpu.memory_total)} free; in use: "
-                f"{users}",
+                f"{title}: {binary_size(gpu.memory_free)} of {binary_size(gpu.memory_total)} free; "
+                f"in use: {users}",
                 f"End what uses it on {name} (nvidia-smi lists it), or leave GPU {gpu.index} out "
                 "with CUDA_VISIBLE_DEVICES.",
             )
         )
     if gpu.uncorrected_errors:
-        errors = counted(gpu.uncorrected_errors, "uncorrected memory error")
+        errors = plural(gpu.uncorrected_errors, "uncorrected memory error")
         findings.append(
             failed(
                 "GPUs",
@@ -356,4 +359,4 @@ def _gpu_problems(name: str, gpu: Gpu) -> list[Finding]:
 def _gpus_in_words(machine: Machine) -> str:
     kinds = Counter(gpu.name for gpu in machine.gpus.devices)
     text = ", ".join(f"{count} × {name}" for name, count in kinds.items())
-    return f"{machine.name}: {text or counted(machine.gpus.visible, 'GPU')}"
+    return f"{machine.name}: {text or plural(machine.gpus.visible, 'GPU')}"

@@ -6,27 +6,37 @@ import contextlib
 import re
 import secrets
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.doctor import facts
-from paceline.doctor.examine import (
+from paceline.doctor.checks_interfaces import gloo_choice, interface_of
+from paceline.doctor.facts import (
+    ClockOffset,
+    ClusterFacts,
+    Connection,
+    FolderSighting,
+    Machine,
+    Network,
+    Speed,
+)
+from paceline.doctor.facts_folders import Tokens
+from paceline.doctor.facts_network import address_towards, gather_network, look_up
+from paceline.doctor.links import Echo, try_link
+from paceline.doctor.own_machine import (
     COLLECTIVE_TIMEOUT_S,
+    DoctorRequest,
     OwnMachine,
-    Request,
     examine_alone,
     speed_of,
 )
-from paceline.doctor.facts import Clock, Facts, Link, Machine, Network, Seen, Speed
-from paceline.doctor.facts_folders import Tokens
-from paceline.doctor.facts_network import address_towards, gather_network, look_up
-from paceline.doctor.judge_interfaces import gloo_choice, interface_of
-from paceline.doctor.links import Echo, try_link
-from paceline.doctor.meeting import PREFIX, Gone, Meeting, NotMet
-from paceline.doctor.pairing import distinct_names, rounds
+from paceline.doctor.rendezvous import PREFIX, DoctorRendezvous, RendezvousFailed, RendezvousLost
 from paceline.launch.listening import is_loopback
 from paceline.launch.secret import open_to_strangers
+from paceline.wire.round_robin import round_robin
 
 # Reading machines' own facts may take torch's import and the build of a model.
 _FACTS_TIMEOUT_S = 180.0
@@ -47,7 +57,7 @@ class _Peer:
 
 
 @dataclass(frozen=True)
-class Card:
+class MachineCard:
     """How a machine introduces itself; ``token`` is in the names of the files it will look for.
 
     A stranger may show one, too: so that neither can name a file elsewhere.
@@ -67,28 +77,28 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Ways:
+class LinkReport:
     """What a machine found on its ways to the others."""
 
-    links: list[Link]
-    clocks: list[Clock]
+    links: list[Connection]
+    clocks: list[ClockOffset]
 
 
 @dataclass
-class _Found:
+class _Gathered:
     """What is known so far, should the meeting end early."""
 
     machines: dict[int, Machine] = field(default_factory=dict)
-    links: list[Link] = field(default_factory=list)
-    clocks: list[Clock] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
+    links: list[Connection] = field(default_factory=list)
+    clocks: list[ClockOffset] = field(default_factory=list)
+    seen: list[FolderSighting] = field(default_factory=list)
     speeds: list[Speed] = field(default_factory=list)
 
 
-def examine_together(own: OwnMachine, request: Request) -> Facts:
+def examine_together(own: OwnMachine, request: DoctorRequest) -> ClusterFacts:
     """Meet the other machines at the config's ``launch.rdzv`` and gather facts with them."""
     plan, endpoint = own.asked.plan, own.asked.rdzv[0]
-    how = facts.Meeting(
+    how = facts.RendezvousFacts(
         str(endpoint),
         least=plan.least_nodes,
         most=plan.most_nodes,
@@ -102,18 +112,18 @@ def examine_together(own: OwnMachine, request: Request) -> Facts:
         stack.callback(tokens.remove_folders)
         stack.callback(tokens.clean_up)
         try:
-            meeting = Meeting(
+            meeting = DoctorRendezvous(
                 endpoint.host, endpoint.port, request.wait, own.who_serves, own.asked.secret
             )
-        except NotMet as reason:
+        except RendezvousFailed as reason:
             how = replace(how, place=reason.place, detail=reason.detail)
             return replace(examine_alone(own, tokens), meeting=how)
         stack.callback(meeting.close)
         try:
             return _Together(own, meeting, tokens, request, how).run(echo.port)
-        except NotMet as reason:
+        except RendezvousFailed as reason:
             how = replace(how, place=reason.place, detail=reason.detail)
-        except Gone as reason:
+        except RendezvousLost as reason:
             how = replace(how, place="no answer", detail=str(reason))
         except BaseException:  # Ctrl-C: the others need not wait for this machine
             meeting.leave(early=True)
@@ -125,27 +135,27 @@ class _Together:
     def __init__(
         self,
         own: OwnMachine,
-        meeting: Meeting,
+        meeting: DoctorRendezvous,
         tokens: Tokens,
-        request: Request,
-        how: facts.Meeting,
+        request: DoctorRequest,
+        how: facts.RendezvousFacts,
     ) -> None:
         self.own, self.meeting, self.tokens = own, meeting, tokens
         self.request, self.how = request, how
-        self.found = _Found()
+        self.found = _Gathered()
         self.peers: dict[int, _Peer] = {}
         self.place = own.asked.rdzv[0]
         self.network = gather_network(address_towards(self.place.host, self.place.port))
         self.phase = "meeting"
 
-    def run(self, port: int) -> Facts:
+    def run(self, port: int) -> ClusterFacts:
         """Go through all phases, or as far as the meeting lasts."""
         self._introduce(port)
         try:
             for phase in (self._links, self._machines, self._folders, self._speeds):
                 phase()
             self.meeting.leave()
-        except Gone:
+        except RendezvousLost:
             first = self.peers[self.meeting.present[0]]
             self.meeting.left[first.number] = self.phase
         return self._facts()
@@ -160,14 +170,16 @@ class _Together:
         return [peer for number, peer in self.peers.items() if number not in gone]
 
     def _introduce(self, port: int) -> None:
-        card = Card(
+        card = MachineCard(
             socket.gethostname(),
             self.network.address,
             gloo_choice(self.network)[1],
             port,
             self.tokens.token,
         )
-        cards: dict[int, Card] = self.meeting.gather(asdict(card), self.how.most, Card)
+        cards: dict[int, MachineCard] = self.meeting.gather(
+            asdict(card), self.how.most, MachineCard
+        )
         names = distinct_names(
             [card.host for card in cards.values()], [card.address for card in cards.values()]
         )
@@ -200,10 +212,10 @@ class _Together:
                     tries,
                 )
             )
-        mine = Ways(
+        mine = LinkReport(
             [link for link, _ in results], [clock for _, clock in results if clock is not None]
         )
-        for told in self._tell("links", asdict(mine), Ways).values():
+        for told in self._tell("links", asdict(mine), LinkReport).values():
             self.found.links += told.links
             self.found.clocks += told.clocks
 
@@ -229,7 +241,7 @@ class _Together:
         }
         seen = [one for one in self.tokens.read(self.me.name, names) if one.key in written]
         for told in self._tell(
-            "shared folders", [asdict(one) for one in seen], list[Seen]
+            "shared folders", [asdict(one) for one in seen], list[FolderSighting]
         ).values():
             self.found.seen += told
         self.tokens.clean_up()
@@ -241,7 +253,7 @@ class _Together:
         backend = "gloo"
         if all(m.plan.on_gpu and m.gpus.visible for m in self.found.machines.values()):
             backend = "nccl"
-        for number, pairs in enumerate(rounds(sorted(self.peers))):
+        for number, pairs in enumerate(round_robin(self.peers)):
             here = [pair for pair in pairs if not self.meeting.left.keys() & set(pair)]
             mine: dict[str, Any] | None = None
             for first, second in here:
@@ -284,7 +296,7 @@ class _Together:
         usual = [link for link in links if not link.by_gloo]
         return len(usual) == 2 and all(link.outcome == "ok" for link in usual)
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> ClusterFacts:
         machines = self.found.machines
         if self.me.number not in machines:  # the meeting ended before it came to that
             network = self.network
@@ -292,7 +304,7 @@ class _Together:
         left = {self.peers[number].name: phase for number, phase in self.meeting.left.items()}
         found = self.found
         # By name, not in the order in which they came: the next report will look the same.
-        return Facts(
+        return ClusterFacts(
             machines=tuple(sorted(machines.values(), key=lambda machine: machine.name)),
             meeting=replace(self.how, left=left),
             links=tuple(sorted(found.links, key=lambda k: (k.source, k.target, k.by_gloo))),
@@ -300,3 +312,20 @@ class _Together:
             seen=tuple(sorted(found.seen, key=lambda s: (s.key, s.reader, s.writer))),
             speeds=tuple(sorted(found.speeds, key=lambda s: s.members)),
         )
+
+
+def distinct_names(hosts: Sequence[str], addresses: Sequence[str]) -> list[str]:
+    """A name for each machine: its host name, with its address or a number where that is shared."""
+    names = list(hosts)
+    if len(set(names)) < len(names):
+        shared = Counter(hosts)
+        names = [
+            f"{host}/{address}" if shared[host] > 1 and address else host
+            for host, address in zip(hosts, addresses, strict=True)
+        ]
+    seen: Counter[str] = Counter()
+    distinct = []
+    for name in names:
+        seen[name] += 1
+        distinct.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return distinct

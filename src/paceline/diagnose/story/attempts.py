@@ -1,4 +1,4 @@
-"""The events of a run cut into worlds: each start of its ranks, and what ended it.
+"""The events of a run cut into attempts: each start of its ranks, and what ended it.
 
 Pure functions over events; everything else that tells the story of a run builds on them.
 """
@@ -32,8 +32,8 @@ AS_ASKED = frozenset({"stopped", "preemption", "node_joined"})
 
 
 @dataclass(frozen=True)
-class Fault:
-    """What ended a world before its time.
+class RunFault:
+    """What ended an attempt before its time.
 
     ``kind`` is ``failure``, ``hang``, ``node_lost``, ``nonfinite``, ``cut_off`` (the record just
     ends) or one of :data:`AS_ASKED`. ``step`` is the last one done; ``attempt`` finds its logs.
@@ -63,7 +63,7 @@ class Fault:
         except ValueError:
             return f"signal {-self.exit_code}"
 
-    def same_as(self, other: Fault) -> bool:
+    def same_as(self, other: RunFault) -> bool:
         """Whether it is the same thing at the same step once more."""
         return (self.kind, self.rank_error, self.step) == (
             other.kind,
@@ -78,11 +78,11 @@ class Fault:
 
 
 @dataclass
-class World:
+class Attempt:
     """One start of the ranks and everything up to the next."""
 
     events: list[Event] = field(default_factory=list)
-    fault: Fault | None = None
+    fault: RunFault | None = None
     """What ended it; ``None`` when it ended well, or has not ended."""
 
     @property
@@ -96,7 +96,7 @@ class World:
         return self.events[-1].time
 
     @property
-    def attempt(self) -> int:
+    def number(self) -> int:
         """Its number in the names of log folders; 0 when no launcher said."""
         started = self.first(RanksStarted)
         return started.attempt if isinstance(started, RanksStarted) else 0
@@ -115,35 +115,35 @@ class World:
         return next((e for e in reversed(self.events) if isinstance(e, StepDone)), None)
 
 
-def split(events: Iterable[Event], *, running: bool = False) -> list[World]:
-    """The worlds of a run, oldest first; ``running``: the last one has not ended yet."""
-    worlds: list[World] = []
+def split_attempts(events: Iterable[Event], *, running: bool = False) -> list[Attempt]:
+    """The attempts of a run, oldest first; ``running``: the last one has not ended yet."""
+    attempts: list[Attempt] = []
     for event in events:
-        if not worlds or _begins_world(event, worlds[-1]):
-            worlds.append(World())
-        worlds[-1].events.append(event)
+        if not attempts or _begins_attempt(event, attempts[-1]):
+            attempts.append(Attempt())
+        attempts[-1].events.append(event)
     reached: int | None = None
-    for index, world in enumerate(worlds):
-        is_last = index == len(worlds) - 1
-        last = world.last_step()
-        reached = last.step if last is not None else _first_step(world, reached)
-        world.fault = _fault_of(world, reached, ended=not (is_last and running))
-    return worlds
+    for index, attempt in enumerate(attempts):
+        is_last = index == len(attempts) - 1
+        last = attempt.last_step()
+        reached = last.step if last is not None else _first_step(attempt, reached)
+        attempt.fault = _fault_of(attempt, reached, ended=not (is_last and running))
+    return attempts
 
 
-def faults(worlds: Sequence[World]) -> list[Fault]:
-    """What ended worlds before their time, oldest first."""
-    return [world.fault for world in worlds if world.fault is not None]
+def faults(attempts: Sequence[Attempt]) -> list[RunFault]:
+    """What ended attempts before their time, oldest first."""
+    return [attempt.fault for attempt in attempts if attempt.fault is not None]
 
 
-def standstills(world: World) -> list[tuple[HangFound, HangOver | None]]:
-    """The hangs of a world, each with the event that ended it, where it went on by itself.
+def standstills(attempt: Attempt) -> list[tuple[HangFound, HangOver | None]]:
+    """The hangs of an attempt, each with the event that ended it, where it went on by itself.
 
     A hang that is reported again while it lasts is one hang, told by its last report.
     """
     found: list[tuple[HangFound, HangOver | None]] = []
     lasts = False
-    for event in world.events:
+    for event in attempt.events:
         if isinstance(event, HangFound):
             if lasts:
                 found.pop()
@@ -159,7 +159,7 @@ def standstills(world: World) -> list[tuple[HangFound, HangOver | None]]:
     return found
 
 
-def _begins_world(event: Event, current: World) -> bool:
+def _begins_attempt(event: Event, current: Attempt) -> bool:
     """Ranks are started; or, where no launcher says so, something that only a start does."""
     if isinstance(event, RanksStarted):
         return current.first(RanksStarted, RunStarted, RestoreTried) is not None
@@ -168,40 +168,40 @@ def _begins_world(event: Event, current: World) -> bool:
     return False
 
 
-def _first_step(world: World, reached: int | None) -> int | None:
-    """The step that a world which did none went on from."""
-    started = world.first(RunStarted)
+def _first_step(attempt: Attempt, reached: int | None) -> int | None:
+    """The step that an attempt which did none went on from."""
+    started = attempt.first(RunStarted)
     return started.first_step if isinstance(started, RunStarted) else reached
 
 
-def _fault_of(world: World, step: int | None, *, ended: bool) -> Fault | None:
-    """What ended a world, told by the event that says most about it."""
-    unsaved = world.first(CheckpointFailed)
-    base = Fault(
+def _fault_of(attempt: Attempt, step: int | None, *, ended: bool) -> RunFault | None:
+    """What ended an attempt, told by the event that says most about it."""
+    unsaved = attempt.first(CheckpointFailed)
+    base = RunFault(
         kind="cut_off",
-        time=world.ended,
-        attempt=world.attempt,
+        time=attempt.ended,
+        attempt=attempt.number,
         step=step,
         unsaved=unsaved if isinstance(unsaved, CheckpointFailed) else None,
     )
     ways = (_of_hang, _of_nonfinite, _of_lost_rank, _of_restart, _of_lost_node, _of_failure)
     for way in ways:
-        if (fault := way(world, base)) is not None:
+        if (fault := way(attempt, base)) is not None:
             return fault
-    finished = [e for e in world.events if isinstance(e, RunFinished)]
+    finished = [e for e in attempt.events if isinstance(e, RunFinished)]
     if finished and finished[-1].reason == "interrupted":
         return replace(base, kind="stopped", time=finished[-1].time)
     return base if ended and not finished else None
 
 
-def _of_hang(world: World, base: Fault) -> Fault | None:
-    hangs = standstills(world)
+def _of_hang(attempt: Attempt, base: RunFault) -> RunFault | None:
+    hangs = standstills(attempt)
     if not hangs or hangs[-1][1] is not None:
         return None
     hang = hangs[-1][0]
-    if any(isinstance(e, RunFinished) and e.reason != "interrupted" for e in world.events):
+    if any(isinstance(e, RunFinished) and e.reason != "interrupted" for e in attempt.events):
         return None
-    lost = world.first(RankLost)
+    lost = attempt.first(RankLost)
     if not hang.seconds or (isinstance(lost, RankLost) and lost.cause != "hang"):
         return None
     return replace(
@@ -216,8 +216,8 @@ def _of_hang(world: World, base: Fault) -> Fault | None:
     )
 
 
-def _of_nonfinite(world: World, base: Fault) -> Fault | None:
-    for event in world.events:
+def _of_nonfinite(attempt: Attempt, base: RunFault) -> RunFault | None:
+    for event in attempt.events:
         if isinstance(event, NonFinite) and event.action == "stop":
             rank = event.ranks[0] if event.ranks else None
             error = f"NaN or Inf in the {event.what}"
@@ -230,8 +230,8 @@ def _of_nonfinite(world: World, base: Fault) -> Fault | None:
 _CAUSES = {"failed": "failure", "hang": "hang", "node": "node_lost"}
 
 
-def _of_lost_rank(world: World, base: Fault) -> Fault | None:
-    lost = world.first(RankLost)
+def _of_lost_rank(attempt: Attempt, base: RunFault) -> RunFault | None:
+    lost = attempt.first(RankLost)
     if not isinstance(lost, RankLost):
         return None
     return replace(
@@ -244,37 +244,37 @@ def _of_lost_rank(world: World, base: Fault) -> Fault | None:
         error=lost.error,
         exit_code=lost.exit_code,
         log=lost.log,
-        hang=_seen_before(world),
+        hang=_seen_before(attempt),
     )
 
 
-def _seen_before(world: World) -> HangFound | None:
+def _seen_before(attempt: Attempt) -> HangFound | None:
     """What was seen to be wrong between the ranks before one was lost, and was not over."""
-    hangs = standstills(world)
+    hangs = standstills(attempt)
     return hangs[-1][0] if hangs and hangs[-1][1] is None else None
 
 
-def _of_restart(world: World, base: Fault) -> Fault | None:
-    restart = world.first(Restarting)
+def _of_restart(attempt: Attempt, base: RunFault) -> RunFault | None:
+    restart = attempt.first(Restarting)
     if not isinstance(restart, Restarting):
         return None
-    left = world.first(NodeLeft)
+    left = attempt.first(NodeLeft)
     host = left.host if isinstance(left, NodeLeft) else ""
-    # What ended the world came before the decision to start it again.
-    ended = world.first(RunFinished, NodeLeft, RunFailed, Restarting)
+    # What ended the attempt came before the decision to start it again.
+    ended = attempt.first(RunFinished, NodeLeft, RunFailed, Restarting)
     time = min(restart.time, ended.time) if ended is not None else restart.time
     return replace(base, kind=restart.reason, time=time, error=restart.detail, host=host)
 
 
-def _of_lost_node(world: World, base: Fault) -> Fault | None:
-    left = [e for e in world.events if isinstance(e, NodeLeft) and e.reason == "lost"]
-    if not left or world.first(RunFinished) is not None:
+def _of_lost_node(attempt: Attempt, base: RunFault) -> RunFault | None:
+    left = [e for e in attempt.events if isinstance(e, NodeLeft) and e.reason == "lost"]
+    if not left or attempt.first(RunFinished) is not None:
         return None
     return replace(base, kind="node_lost", time=left[0].time, host=left[0].host)
 
 
-def _of_failure(world: World, base: Fault) -> Fault | None:
-    failed = world.first(RunFailed)
+def _of_failure(attempt: Attempt, base: RunFault) -> RunFault | None:
+    failed = attempt.first(RunFailed)
     if isinstance(failed, RunFailed):
         return replace(
             base,
@@ -284,10 +284,10 @@ def _of_failure(world: World, base: Fault) -> Fault | None:
             error=failed.error,
             exit_code=failed.exit_code,
         )
-    gave_up = world.first(GaveUp)
+    gave_up = attempt.first(GaveUp)
     if isinstance(gave_up, GaveUp):
         # Ranks that left in order, and are not started again: too many machines were taken away.
-        orderly = world.first(RunFinished) is not None
+        orderly = attempt.first(RunFinished) is not None
         kind = "preemption" if orderly else "failure"
         return replace(base, kind=kind, time=gave_up.time, error=gave_up.reason)
     return None

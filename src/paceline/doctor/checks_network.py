@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from paceline.doctor.facts import Facts, Link, Machine, Meeting, Speed
-from paceline.doctor.finding import Finding, counted, failed, ok, rate, seconds, warning
+from paceline.doctor.facts import ClusterFacts, Connection, Machine, RendezvousFacts, Speed
+from paceline.doctor.finding import Finding, failed, ok, warning
+from paceline.formatting import byte_rate, plural, short_time
 from paceline.launch.listening import is_loopback
 
 SLOW_LOOKUP_S = 1.0
@@ -17,7 +18,7 @@ SLOW_RATE = 10e6
 """Bytes a second below which training over a link is hopeless, whatever the other links do."""
 
 
-def meeting(facts: Facts) -> list[Finding]:
+def meeting(facts: ClusterFacts) -> list[Finding]:
     """Whether all machines came to the place where they meet, and stayed."""
     met = facts.meeting
     if met is None:
@@ -53,12 +54,12 @@ def meeting(facts: Facts) -> list[Finding]:
     return [*findings, *openness]
 
 
-def _open_to_strangers(met: Meeting) -> Finding:
+def _open_to_strangers(met: RendezvousFacts) -> Finding:
     what, _, fix = met.open.partition(" To close it: ")
     return warning("meeting", what, f"{fix[:1].upper()}{fix[1:]}.")
 
 
-def _no_meeting(met: Meeting) -> Finding:
+def _no_meeting(met: RendezvousFacts) -> Finding:
     host, _, port = met.endpoint.rpartition(":")
     fixes = {
         "unresolved": f"Give --rdzv an address instead of the name {host}, or add the name to DNS "
@@ -75,7 +76,7 @@ def _no_meeting(met: Meeting) -> Finding:
     return failed("meeting", f"{met.endpoint}: {met.detail or met.place}", fixes[met.place])
 
 
-def reach(facts: Facts) -> list[Finding]:
+def reach(facts: ClusterFacts) -> list[Finding]:
     """Whether every machine can connect to every other one, in both directions."""
     links = [link for link in facts.links if not link.by_gloo]
     bad = [link for link in links if link.outcome != "ok"]
@@ -86,14 +87,14 @@ def reach(facts: Facts) -> list[Finding]:
         findings.append(
             ok(
                 "reach",
-                f"{counted(len(good), 'direction')} between machines; the slowest connection "
-                f"{slowest.source} → {slowest.target} took {seconds(slowest.seconds)}",
+                f"{plural(len(good), 'direction')} between machines; the slowest connection "
+                f"{slowest.source} → {slowest.target} took {short_time(slowest.seconds)}",
             )
         )
     return findings
 
 
-def _unreached(link: Link, facts: Facts) -> Finding:
+def _unreached(link: Connection, facts: ClusterFacts) -> Finding:
     found = f"{link.source} → {link.target} ({link.address}:{link.port}): {link.outcome}"
     back = [one for one in facts.links if (one.source, one.target) == (link.target, link.source)]
     if any(one.outcome == "ok" and not one.by_gloo for one in back):
@@ -122,7 +123,7 @@ def _unreached(link: Link, facts: Facts) -> Finding:
     return failed("reach", found, fix)
 
 
-def ports(facts: Facts) -> list[Finding]:
+def ports(facts: ClusterFacts) -> list[Finding]:
     """Whether ports that ranks listen on can be reached, where the meeting's own port can."""
     met = facts.meeting
     links = [link for link in facts.links if not link.by_gloo]
@@ -145,7 +146,7 @@ def ports(facts: Facts) -> list[Finding]:
     return [ok("ports", text if silent else f"{text}; ports that the system picks are open")]
 
 
-def clocks(facts: Facts) -> list[Finding]:
+def clocks(facts: ClusterFacts) -> list[Finding]:
     """Whether the machines' clocks agree: logs and events of several machines are read as one."""
     offsets: dict[tuple[str, str], float] = {}
     for clock in sorted(facts.clocks, key=lambda clock: -clock.round_trip):
@@ -157,7 +158,7 @@ def clocks(facts: Facts) -> list[Finding]:
         return []
     bad = {pair: by for pair, by in offsets.items() if abs(by) > MOST_CLOCK_OFFSET_S}
     if not bad:
-        return [ok("clocks", f"within {seconds(max(map(abs, offsets.values())))} of each other")]
+        return [ok("clocks", f"within {short_time(max(map(abs, offsets.values())))} of each other")]
     return [
         warning(
             "clocks",
@@ -170,7 +171,7 @@ def clocks(facts: Facts) -> list[Finding]:
     ]
 
 
-def names(facts: Facts) -> list[Finding]:
+def names(facts: ClusterFacts) -> list[Finding]:
     """Whether host names resolve, quickly, and not to loopback where several machines meet."""
     several = len(facts.machines) > 1
     findings = []
@@ -208,7 +209,7 @@ def names(facts: Facts) -> list[Finding]:
             f"{m.network.own_name.name} = {' '.join(m.network.own_name.addresses[:2])}"
             for m in facts.machines[:3]
         )
-        findings.append(ok("names", f"{own_names}; the slowest lookup took {seconds(slowest)}"))
+        findings.append(ok("names", f"{own_names}; the slowest lookup took {short_time(slowest)}"))
     return findings
 
 
@@ -217,13 +218,13 @@ def _slow_lookups(machine: Machine) -> Iterable[Finding]:
         if lookup.seconds > SLOW_LOOKUP_S:
             yield warning(
                 "names",
-                f"{machine.name}: looking up {lookup.name!r} took {seconds(lookup.seconds)}",
+                f"{machine.name}: looking up {lookup.name!r} took {short_time(lookup.seconds)}",
                 f"Add {lookup.name} to /etc/hosts on {machine.name}, or repair the name servers in "
                 "/etc/resolv.conf: every rank looks names up when it joins.",
             )
 
 
-def speed(facts: Facts) -> list[Finding]:
+def speed(facts: ClusterFacts) -> list[Finding]:
     """How fast collectives are by pair; the slow pair is named against the median."""
     findings = [_no_speed(one) for one in facts.speeds if one.error]
     measured = [one for one in facts.speeds if not one.error]
@@ -242,11 +243,11 @@ def speed(facts: Facts) -> list[Finding]:
 def _slow(one: Speed, middle: float, count: int) -> Finding:
     pair = _among(one)
     found = (
-        f"{pair}: {one.backend} moves {rate(one.rate)}, {seconds(one.latency)} for an empty "
-        "all-reduce"
+        f"{pair}: {one.backend} moves {byte_rate(one.rate)}, {short_time(one.latency)} for an "
+        "empty all-reduce"
     )
     if count > 1:
-        found += f"; the median pair moves {rate(middle)}"
+        found += f"; the median pair moves {byte_rate(middle)}"
     return warning(
         "speed",
         found,
@@ -272,12 +273,12 @@ def _speeds_in_words(group: Sequence[Speed], middle: float) -> str:
         return f"{slowest.backend} starts on {slowest.members[0]}"
     if len(group) == 1:
         return (
-            f"{slowest.backend} between {_among(slowest)}: {rate(slowest.rate)}, "
-            f"{seconds(latency)} for an empty all-reduce"
+            f"{slowest.backend} between {_among(slowest)}: {byte_rate(slowest.rate)}, "
+            f"{short_time(latency)} for an empty all-reduce"
         )
     return (
-        f"{slowest.backend}, {len(group)} pairs: median {rate(middle)}, slowest "
-        f"{_among(slowest)} {rate(slowest.rate)}, latency up to {seconds(latency)}"
+        f"{slowest.backend}, {len(group)} pairs: median {byte_rate(middle)}, slowest "
+        f"{_among(slowest)} {byte_rate(slowest.rate)}, latency up to {short_time(latency)}"
     )
 
 
@@ -288,5 +289,5 @@ def _among(one: Speed) -> str:
     return f"{one.members[0]} … {one.members[-1]}"
 
 
-def _machine(facts: Facts, name: str) -> Machine | None:
+def _machine(facts: ClusterFacts, name: str) -> Machine | None:
     return next((machine for machine in facts.machines if machine.name == name), None)

@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from paceline.engine import Engine
 from paceline.engine.gradients import Gradients
-from paceline.prove.data_plants import Patching, wrapped
+from paceline.prove._planted.data_parallel import Patching, wrapped
 from paceline.prove.samples import swapped
 
 

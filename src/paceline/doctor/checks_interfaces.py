@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.doctor.facts import Facts, Interface, Link, Machine, Network
+from paceline.doctor.facts import ClusterFacts, Connection, Interface, Machine, Network
 from paceline.doctor.finding import Finding, failed, ok, warning
 from paceline.launch.listening import is_loopback
 
 
-def interfaces(facts: Facts) -> list[Finding]:
+def interfaces(facts: ClusterFacts) -> list[Finding]:
     """Whether Gloo and NCCL would use the interface that reaches the other machines."""
     findings = []
     for machine in facts.machines:
@@ -28,7 +28,7 @@ def interfaces(facts: Facts) -> list[Finding]:
     return findings
 
 
-def _gloo_problems(machine: Machine, right: str, links: Sequence[Link]) -> list[Finding]:
+def _gloo_problems(machine: Machine, right: str, links: Sequence[Connection]) -> list[Finding]:
     network = machine.network
     name, address = gloo_choice(network)
     if right in (name, *network.gloo_variable.split(",")):

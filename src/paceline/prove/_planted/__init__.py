@@ -1,6 +1,9 @@
-"""Known bugs to plant into a layout's run, on its ranks only, to see the prover catch them.
+"""Known bugs for ``paceline verify --plant NAME``, so that anybody can see the prover catch them.
 
-Each replaces a piece of the engine while the run lasts; the engine itself knows nothing of them.
+Each one replaces a piece of the engine on a layout's ranks while its run lasts. The engine knows
+nothing of them, and this package is imported only when a bug is asked for by name. It ships with
+the library, and not as an extra or with the tests: the bugs patch the internals of exactly this
+version of the engine, and the ranks of a proof have to import them wherever they run.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.prove import axis_plants, data_plants
+from paceline.prove._planted import data_parallel, model_parallel
 from paceline.prove.cases import Case
 
 Patch = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -53,23 +56,20 @@ _NAMES = {
 }
 
 
-def planted(name: str | None) -> contextlib.AbstractContextManager[Any]:
-    """The bug ``name`` at work in this process; nothing for ``None``."""
-    return contextlib.nullcontext() if name is None else PLANTS[name].patch()
+def find_plant(name: str) -> Plant:
+    """The bug ``name``; raises :class:`ConfigError` where there is none of that name."""
+    if name not in PLANTS:
+        raise ConfigError(f"plant {name!r} is not one of {', '.join(PLANTS)}")
+    return PLANTS[name]
 
 
 def check_plant(
-    name: str | None, cases: Sequence[Case], *, clip_norm: float | None, global_batch: int
+    plant: Plant, cases: Sequence[Case], *, clip_norm: float | None, global_batch: int
 ) -> None:
-    """Raise :class:`ConfigError` for a plant that is unknown or could not show."""
-    if name is None:
-        return
-    if name not in PLANTS:
-        raise ConfigError(f"plant {name!r} is not one of {', '.join(PLANTS)}")
-    plant = PLANTS[name]
+    """Raise :class:`ConfigError` where a bug could not show on one of ``cases``."""
     problems = []
     if plant.clipping and clip_norm is None:
-        problems.append(f"plant {name!r} needs clipping: set clip_norm (train.clip_norm)")
+        problems.append(f"plant {plant.name!r} needs clipping: set clip_norm (train.clip_norm)")
     for case in cases:
         problems += _problems(plant, case, global_batch)
     if problems:
@@ -117,20 +117,20 @@ PLANTS = {
         Plant(
             "missing-all-reduce",
             "each data-parallel rank keeps its own gradient",
-            data_plants.missing_all_reduce,
+            data_parallel.missing_all_reduce,
             dp=2,
             whole=True,
         ),
         Plant(
             "wrong-average",
             "gradients are summed over the data-parallel ranks, not averaged",
-            data_plants.wrong_average,
+            data_parallel.wrong_average,
             dp=2,
         ),
         Plant(
             "unscaled-loss",
             "each rank divides by its own count, not by the global one",
-            data_plants.unscaled_loss,
+            data_parallel.unscaled_loss,
             dp=2,
             whole=True,
             uneven=True,
@@ -138,84 +138,84 @@ PLANTS = {
         Plant(
             "wrong-accumulation",
             "gradients are summed over the microbatches, not averaged",
-            data_plants.wrong_accumulation,
+            data_parallel.wrong_accumulation,
             accumulation=True,
         ),
         Plant(
             "skipped-microbatch",
             "the last microbatch of a step is left out",
-            data_plants.skipped_microbatch,
+            data_parallel.skipped_microbatch,
             accumulation=True,
         ),
         Plant(
             "local-clip",
             "each rank clips its own gradient before the average",
-            data_plants.local_clip,
+            data_parallel.local_clip,
             dp=2,
             whole=True,
             clipping=True,
         ),
-        Plant("double-sample", "rank 0 counts its first sample twice", data_plants.double_sample),
+        Plant("double-sample", "rank 0 counts its first sample twice", data_parallel.double_sample),
         Plant(
             "stale-parameter",
             "the last rank leaves out the update",
-            data_plants.stale_parameter,
+            data_parallel.stale_parameter,
             unsplit=True,
         ),
         Plant(
             "stale-shard",
             "the last rank leaves out the update of the parts that it holds",
-            data_plants.stale_parameter,
+            data_parallel.stale_parameter,
             split=True,
         ),
         Plant(
             "stale-buffer",
             "the last rank keeps its old buffers",
-            data_plants.stale_buffer,
+            data_parallel.stale_buffer,
             buffers=True,
         ),
         Plant(
             "stale-tied-weight",
             "a tied weight is a copy that nobody updates",
-            data_plants.stale_tied_weight,
+            data_parallel.stale_tied_weight,
             ties=True,
         ),
         Plant(
             "shard-clip",
             "each rank clips by the norm of the part that it holds",
-            axis_plants.shard_clip,
+            model_parallel.shard_clip,
             parts=True,
             clipping=True,
         ),
         Plant(
             "wrong-copies",
             "the copies of a sharded model (replicas) do not average their gradients",
-            axis_plants.wrong_copies,
+            model_parallel.wrong_copies,
             replicas=2,
         ),
         Plant(
             "row-parallel-bias",
             "every tensor-parallel rank adds the bias of a row-parallel layer",
-            axis_plants.row_parallel_bias,
+            model_parallel.row_parallel_bias,
             tp=2,
         ),
         Plant(
             "missing-tp-reduce",
             "the gradient of what enters column-parallel layers is not summed over their ranks",
-            axis_plants.missing_tp_reduce,
+            model_parallel.missing_tp_reduce,
             tp=2,
         ),
         Plant(
             "untied-stages",
             "the gradients of a tied weight on two pipeline stages are not summed",
-            axis_plants.untied_stages,
+            model_parallel.untied_stages,
             pp=2,
             ties=True,
         ),
         Plant(
             "pipeline-scale",
             "the pipeline's loss is divided by the number of microbatches once more",
-            axis_plants.pipeline_scale,
+            model_parallel.pipeline_scale,
             pp=2,
         ),
     )

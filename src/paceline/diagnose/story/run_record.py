@@ -28,7 +28,7 @@ _NAMED, _LONGEST_KIND = 10, 40
 
 
 @dataclass
-class Record:
+class RunRecord:
     """The events of a run, and what is odd about the file they are in."""
 
     events: list[Event] = field(default_factory=list)
@@ -79,9 +79,9 @@ def _why_no_run(run: RunFolder) -> str:
     return problem + (f" The latest run nearby is {nearby}." if nearby else " Name a run folder.")
 
 
-def read_record(run: RunFolder) -> Record:
+def read_record(run: RunFolder) -> RunRecord:
     """The events of a run; lines that are none are counted, not fatal, unless all are."""
-    record = Record()
+    record = RunRecord()
     broken, strange = 0, Counter[str]()
     try:
         for line in read_log_lines(run.events):

@@ -36,24 +36,24 @@ _RETRY_S = 0.5
 WhoServes = Callable[[str, int, dict[str, str]], str]
 
 
-class NotMet(PacelineError):
+class RendezvousFailed(PacelineError):
     """The machines could not meet; ``place`` says why, for the table."""
 
-    def __init__(self, place: facts.Place, detail: str = "") -> None:
+    def __init__(self, place: facts.RendezvousState, detail: str = "") -> None:
         self.place = place
         self.detail = detail
         super().__init__(detail or place)
 
 
-class Gone(PacelineError):
+class RendezvousLost(PacelineError):
     """The machine that serves the meeting has gone away."""
 
 
-class NoDoctor(Gone):
+class NotADoctor(RendezvousLost):
     """What stands in the store was not written by a doctor."""
 
 
-class Meeting:
+class DoctorRendezvous:
     """One machine's seat in the meeting. Machines are numbered in the order in which they come.
 
     ``left`` names those that went away, and the phase in which that was noticed. ``who_serves``
@@ -89,18 +89,22 @@ class Meeting:
         """Introduce this machine, and wait for ``most`` machines, or until the time is up.
 
         Who came is decided by the machine that serves the meeting, and the same for all. Each card
-        is of this ``kind``, or the meeting is not one of doctors: ``Gone``.
+        is of this ``kind``, or the meeting is not one of doctors: ``RendezvousLost``.
         """
         self._set(f"card/{self.number}", card)
         if self.serves:
             self._call_the_roll(most)
         while not self._has("roll"):
             if time.monotonic() > self._deadline + _STORE_TIMEOUT_S:
-                raise NotMet("no answer", "the machine that serves the meeting does not call")
+                raise RendezvousFailed(
+                    "no answer", "the machine that serves the meeting does not call"
+                )
             time.sleep(_POLL_S)
         self.present = self._get("roll", list[int])
         if self.number not in self.present:
-            raise NotMet("too late", f"{len(self.present)} machines had begun without this one")
+            raise RendezvousFailed(
+                "too late", f"{len(self.present)} machines had begun without this one"
+            )
         return {number: self._get(f"card/{number}", kind) for number in self.present}
 
     def exchange(
@@ -124,13 +128,13 @@ class Meeting:
             else:
                 try:
                     found[number] = self._get(key, kind)
-                except NoDoctor:
+                except NotADoctor:
                     self.left[number] = phase
         return found
 
     def leave(self, *, early: bool = False) -> None:
         """Say good-bye; the machine that serves stays until all others have done so."""
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(RendezvousLost):
             self._set(f"left/{self.number}", "early" if early else "done")
             deadline = time.monotonic() + _STORE_TIMEOUT_S
             others = [n for n in self.present if n not in self.left and n != self.number]
@@ -161,7 +165,7 @@ class Meeting:
     @property
     def _store(self) -> Store:
         if self._open_store is None:
-            raise Gone("this machine has left the meeting")
+            raise RendezvousLost("this machine has left the meeting")
         return self._open_store
 
     def _call_the_roll(self, most: int) -> None:
@@ -180,7 +184,9 @@ class Meeting:
     def _open(self, who_serves: WhoServes) -> Store:
         lookup = look_up([self._host])[0]
         if lookup.error:
-            raise NotMet("unresolved", f"the name {self._host!r} does not resolve: {lookup.error}")
+            raise RendezvousFailed(
+                "unresolved", f"the name {self._host!r} does not resolve: {lookup.error}"
+            )
         if is_this_machine(self._host) and (served := self._serve()) is not None:
             self.serves, self._served = True, served
             served.store.set(GREETING, "here")
@@ -189,7 +195,7 @@ class Meeting:
         server_there = who_serves(*self.store_place, {"doctor": GREETING, "run": IDENTITY})
         if server_there != "doctor":
             what = "a run's meeting" if server_there == "run" else "something else than a doctor"
-            raise NotMet("taken", f"{what} is at port {self._port} already")
+            raise RendezvousFailed("taken", f"{what} is at port {self._port} already")
         return PrefixStore(PREFIX, _store(*self.store_place))
 
     def _serve(self) -> ServedStore | None:
@@ -208,10 +214,10 @@ class Meeting:
                 self._check_secret()
                 return
             if time.monotonic() > self._deadline:
-                place: facts.Place = "unreachable"
+                place: facts.RendezvousState = "unreachable"
                 if tried.outcome in ("no answer", "refused"):
                     place = tried.outcome
-                raise NotMet(place, _knocking_in_words(place, tried.error))
+                raise RendezvousFailed(place, _knocking_in_words(place, tried.error))
             time.sleep(_RETRY_S)
 
     def _check_secret(self) -> None:
@@ -220,9 +226,9 @@ class Meeting:
         try:
             self._tunnel.knock(self._host, self._port, _STORE_TIMEOUT_S)
         except WrongSecret as error:
-            raise NotMet("taken", str(error)) from None
+            raise RendezvousFailed("taken", str(error)) from None
         except OSError as error:
-            raise NotMet("unreachable", str(error)) from None
+            raise RendezvousFailed("unreachable", str(error)) from None
 
     def _set(self, key: str, value: Any) -> None:
         with _telling():
@@ -231,12 +237,14 @@ class Meeting:
     def _get(self, key: str, kind: Any) -> Any:
         with _telling():
             if not self._store.check([key]):  # or else it would be waited for
-                raise NoDoctor(f"there is nothing under {key}")
+                raise NotADoctor(f"there is nothing under {key}")
             text = self._store.get(key)
         try:
             return decode(kind, text)
         except BadMessage as error:  # a stranger's: as good as no answer
-            raise NoDoctor(f"what stands under {key} is no message of a doctor: {error}") from None
+            raise NotADoctor(
+                f"what stands under {key} is no message of a doctor: {error}"
+            ) from None
 
     def _has(self, key: str) -> bool:
         with _telling():
@@ -252,7 +260,7 @@ def _telling() -> Any:
     try:
         yield
     except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
-        raise Gone(f"the machine that serves the meeting is gone: {error}") from error
+        raise RendezvousLost(f"the machine that serves the meeting is gone: {error}") from error
 
 
 def _store(host: str, port: int) -> TCPStore:
@@ -260,7 +268,7 @@ def _store(host: str, port: int) -> TCPStore:
     return TCPStore(host, port, is_master=False, timeout=patience, wait_for_workers=False)
 
 
-def _knocking_in_words(place: facts.Place, error: str) -> str:
+def _knocking_in_words(place: facts.RendezvousState, error: str) -> str:
     if place == "refused":
         return "nobody listens there (connection refused)"
     if place == "no answer":

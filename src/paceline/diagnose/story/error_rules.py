@@ -15,7 +15,7 @@ _SMALLER = (
 
 
 @dataclass(frozen=True)
-class Rule:
+class ErrorRule:
     """``pattern`` in an error or a log means ``says``; ``advice`` is the next step."""
 
     kind: str
@@ -24,8 +24,8 @@ class Rule:
     advice: str
 
 
-def _rule(kind: str, pattern: str, says: str, advice: str) -> Rule:
-    return Rule(kind, re.compile(pattern, re.MULTILINE), says, advice)
+def _rule(kind: str, pattern: str, says: str, advice: str) -> ErrorRule:
+    return ErrorRule(kind, re.compile(pattern, re.MULTILINE), says, advice)
 
 
 RULES = (
@@ -204,7 +204,7 @@ HANGS = {
 """By the kind of a hang (``verdict.KINDS``): what to do."""
 
 
-def rule_for(text: str) -> Rule | None:
+def rule_for(text: str) -> ErrorRule | None:
     """The rule that fits a text, if one does."""
     return next((rule for rule in RULES if rule.pattern.search(text)), None)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from paceline.doctor.facts import SYNC_BYTES, Facts, Folder, Machine
-from paceline.doctor.finding import Finding, failed, ok, rate, size, warning
+from paceline.doctor.facts import SYNC_BYTES, ClusterFacts, FolderFacts, Machine
+from paceline.doctor.finding import Finding, failed, ok, warning
+from paceline.formatting import binary_size, byte_rate
 
 SLOW_SYNC = 5e6
 """Bytes a second to the disk below which saving checkpoints will hold a run up."""
 
 
-def folders(facts: Facts) -> list[Finding]:
+def folders(facts: ClusterFacts) -> list[Finding]:
     """Whether every machine can write where the run writes, and how fast."""
     findings = []
     for machine in facts.machines:
@@ -18,7 +19,7 @@ def folders(facts: Facts) -> list[Finding]:
     return findings
 
 
-def _folder(machine: Machine, folder: Folder) -> list[Finding]:
+def _folder(machine: Machine, folder: FolderFacts) -> list[Finding]:
     title = f"{machine.name}: {folder.key} {folder.where}"
     if folder.error:
         return [
@@ -35,15 +36,15 @@ def _folder(machine: Machine, folder: Folder) -> list[Finding]:
         return [
             warning(
                 "folders",
-                f"{title} takes {rate(speed)} to the disk",
+                f"{title} takes {byte_rate(speed)} to the disk",
                 f"Choose a faster disk with --set {folder.key}=…, or save more rarely "
                 "(checkpoint.every).",
             )
         ]
-    return [ok("folders", f"{title} is writable, {rate(speed)} to the disk")]
+    return [ok("folders", f"{title} is writable, {byte_rate(speed)} to the disk")]
 
 
-def shared(facts: Facts) -> list[Finding]:
+def shared(facts: ClusterFacts) -> list[Finding]:
     """Whether all machines see the same folder: what one wrote, the others must find."""
     findings = []
     for key in dict.fromkeys(seen.key for seen in facts.seen):
@@ -79,7 +80,7 @@ def shared(facts: Facts) -> list[Finding]:
     return findings
 
 
-def disk(facts: Facts) -> list[Finding]:
+def disk(facts: ClusterFacts) -> list[Finding]:
     """Whether the next checkpoint fits, and as many as are kept."""
     return [
         _room(machine, folder)
@@ -89,10 +90,10 @@ def disk(facts: Facts) -> list[Finding]:
     ]
 
 
-def _room(machine: Machine, folder: Folder) -> Finding:
+def _room(machine: Machine, folder: FolderFacts) -> Finding:
     title = f"{machine.name}: {folder.where}"
     model = machine.model
-    free = "as much as the store has" if folder.free is None else f"{size(folder.free)} free"
+    free = "as much as the store has" if folder.free is None else f"{binary_size(folder.free)} free"
     if model.error:
         return warning(
             "disk",
@@ -101,25 +102,25 @@ def _room(machine: Machine, folder: Folder) -> Finding:
         )
     one = model.model_bytes + model.optimizer_bytes
     at_once = machine.plan.checkpoints_at_once
-    needs = f"a checkpoint of {model.parameters:,} parameters is about {size(one)}"
+    needs = f"a checkpoint of {model.parameters:,} parameters is about {binary_size(one)}"
     found = f"{title}: {free}; {needs}, {at_once} at once"
     if folder.free is None or folder.free >= at_once * one:
         return ok("disk", found)
     fix = (
-        f"Free {size(at_once * one - folder.free)} on {machine.name}, set checkpoint.where to a "
-        "larger disk, or lower checkpoint.keep."
+        f"Free {binary_size(at_once * one - folder.free)} on {machine.name}, set checkpoint.where "
+        "to a larger disk, or lower checkpoint.keep."
     )
     if folder.free < one:
         return failed("disk", f"{found}: not even one fits", fix)
     return warning("disk", f"{found}: they will not all fit", fix)
 
 
-def _where(facts: Facts, key: str) -> str:
+def _where(facts: ClusterFacts, key: str) -> str:
     found = [f.where for machine in facts.machines for f in machine.folders if f.key == key]
     return found[0] if found else ""
 
 
-def _holds_checkpoints(facts: Facts, key: str) -> bool:
+def _holds_checkpoints(facts: ClusterFacts, key: str) -> bool:
     return any(
         folder.holds_checkpoints
         for machine in facts.machines

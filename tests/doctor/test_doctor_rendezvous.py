@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.doctor.meeting import Gone, Meeting, NotMet
+from paceline.doctor.rendezvous import DoctorRendezvous, RendezvousFailed, RendezvousLost
 
 
 def free_port() -> int:
@@ -23,8 +23,8 @@ def a_doctor(host: str, port: int, keys: dict[str, str]) -> str:
     return "doctor"
 
 
-def sit(port: int, wait: float = 60) -> Meeting:
-    return Meeting("127.0.0.1", port, wait, a_doctor)
+def sit(port: int, wait: float = 60) -> DoctorRendezvous:
+    return DoctorRendezvous("127.0.0.1", port, wait, a_doctor)
 
 
 def all_at_once(jobs: list[Callable[[], Any]]) -> list[Any]:
@@ -51,7 +51,7 @@ def test_who_does_not_come_is_not_waited_for_without_end() -> None:
     one, two = all_at_once([lambda: first.gather({}, 3), lambda: second.gather({}, 3)])
     assert list(one) == list(two) == [0, 1]
     late = sit(port, wait=1)
-    with pytest.raises(NotMet) as error:
+    with pytest.raises(RendezvousFailed) as error:
         late.gather({}, 3)
     assert error.value.place == "too late"
     late.close()
@@ -91,15 +91,15 @@ def test_end_of_the_serving_machine_is_noticed() -> None:
     seats = [sit(port) for _ in range(2)]
     all_at_once([lambda s=seat: s.gather({}, 2) for seat in seats])
     seats[0].close()
-    with pytest.raises(Gone):
+    with pytest.raises(RendezvousLost):
         seats[1].exchange("links", 1, timeout=5)
     seats[1].close()
 
 
 def test_nobody_listens() -> None:
-    with pytest.raises(NotMet) as error:
+    with pytest.raises(RendezvousFailed) as error:
         # An address of this network that is not ours to serve at; nobody refuses for it either.
-        Meeting("no-such-machine.invalid", 29400, 0.1, a_doctor)
+        DoctorRendezvous("no-such-machine.invalid", 29400, 0.1, a_doctor)
     assert error.value.place == "unresolved"
 
 
@@ -107,8 +107,8 @@ def test_nobody_listens() -> None:
 def test_port_that_is_taken(found: str, words: str) -> None:
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(NotMet) as error:
-            Meeting("127.0.0.1", port, 1, lambda host, port, keys: found)
+        with pytest.raises(RendezvousFailed) as error:
+            DoctorRendezvous("127.0.0.1", port, 1, lambda host, port, keys: found)
     assert error.value.place == "taken"
     assert words in error.value.detail
 
@@ -118,9 +118,9 @@ def test_comes_before_the_machine_that_serves(monkeypatch: pytest.MonkeyPatch) -
     port = free_port()
     here = threading.local()
     monkeypatch.setattr(
-        "paceline.doctor.meeting.is_this_machine", lambda host: getattr(here, "serves", True)
+        "paceline.doctor.rendezvous.is_this_machine", lambda host: getattr(here, "serves", True)
     )
-    seats: list[Meeting] = []
+    seats: list[DoctorRendezvous] = []
 
     def come_early() -> None:
         here.serves = False
