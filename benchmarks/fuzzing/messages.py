@@ -25,12 +25,13 @@ from paceline.diagnose.hangs.verdict import judge
 from paceline.doctor.together import Card, Ways
 from paceline.errors import PacelineError
 from paceline.events import Event, EventLog, Note, StepDone
-from paceline.launch import liveness, members, news, telling, verdicts
+from paceline.launch import telling, verdicts
 from paceline.launch.logs import LogName
 from paceline.launch.messages import BadMessage, decode
-from paceline.launch.place import Current
 from paceline.launch.policy import Decision, Ending
-from paceline.launch.rendezvous_state import JsonBackend, Node, State
+from paceline.launch.rendezvous import forwarding, heartbeats, membership
+from paceline.launch.rendezvous.records import Current
+from paceline.launch.rendezvous.torch_state import JsonBackend, Node, State
 from paceline.track.progress import Progress
 
 _TIMES = 8
@@ -78,7 +79,7 @@ def _news(text: bytes, box: Path) -> None:
         with open(path, "ab") as file:
             file.write(data)
 
-    mailbox = news.Mailbox(log.write, keep, notice=lambda said: None)
+    mailbox = forwarding.Mailbox(log.write, keep, notice=lambda said: None)
     mailbox.new_round(["alpha", "../../outside/x"], 0)
     line = _Line()
     number = line.store.add("news/count", 1)
@@ -91,7 +92,7 @@ def _news(text: bytes, box: Path) -> None:
 def _show(text: bytes) -> None:
     """The event in a piece of news, as the progress of node 0 shows it."""
     try:
-        event = Event.from_json(decode(news.Told, text).event)
+        event = Event.from_json(decode(forwarding.Told, text).event)
     except BadMessage:
         return
     if event is not None:
@@ -100,10 +101,10 @@ def _show(text: bytes) -> None:
 
 def _member(text: bytes, box: Path) -> None:
     own = _sound_member()
-    found = members.Member.from_json(text)
-    world = members.agree([members.Member.from_json(json.dumps(own)), found])
-    members.gone(world), members.joined(world), world.hosts
-    members.different(*world.members[:2])
+    found = membership.Member.from_json(text)
+    world = membership.agree([membership.Member.from_json(json.dumps(own)), found])
+    membership.gone(world), membership.joined(world), world.hosts
+    membership.different(*world.members[:2])
 
 
 def _verdict(text: bytes, box: Path) -> None:
@@ -118,15 +119,15 @@ def _verdict(text: bytes, box: Path) -> None:
 
 def _signs_of_life(text: bytes, box: Path) -> None:
     """Each key that a look reads, in turn, holds the text."""
-    for key in ("alive/1", "left/1", "over", "waiting", liveness.OVER, liveness.WAITING):
+    for key in ("alive/1", "left/1", "over", "waiting", heartbeats.OVER, heartbeats.WAITING):
         store = HashStore()
-        liveness.prepare(store, 2)
+        heartbeats.prepare(store, 2)
         store.set(key, text)
         try:
-            seen = liveness.look(store, 0, 2)
+            seen = heartbeats.look(store, 0, 2)
         except BadMessage:
             continue
-        beats = liveness.Beats(2, 0, 5.0, 0.0)
+        beats = heartbeats.Beats(2, 0, 5.0, 0.0)
         beats.note(seen.counts, 1.0)
         beats.silent(100.0)
 
@@ -190,9 +191,11 @@ def _of_kind(kind: Any) -> Callable[[bytes, Path], None]:
 
 
 def _sound_member() -> Any:
-    run = members.Run("/runs/x", "abc", ("/runs/x/checkpoints",))
+    run = membership.Run("/runs/x", "abc", ("/runs/x/checkpoints",))
     return asdict(
-        members.Member("id", "alpha", "10.0.0.1", 2, 1, {"layout": "dp=2"}, 1, 0, run, {"id": "a"})
+        membership.Member(
+            "id", "alpha", "10.0.0.1", 2, 1, {"layout": "dp=2"}, 1, 0, run, {"id": "a"}
+        )
     )
 
 
@@ -225,12 +228,12 @@ def _sound_digest() -> Any:
 
 def _sound_news() -> Any:
     step = StepDone(step=1, epoch=0, loss=1.0, lr=0.1, samples=8, seconds=0.1)
-    return asdict(news.Told(step.to_json(), "id"))
+    return asdict(forwarding.Told(step.to_json(), "id"))
 
 
 def _sound_log() -> Any:
     data = base64.b64encode(b"hello\n").decode()
-    return asdict(news.LogPiece(LogName(1, 2), 1, data))
+    return asdict(forwarding.LogPiece(LogName(1, 2), 1, data))
 
 
 def _sound_state() -> Any:
@@ -239,7 +242,7 @@ def _sound_state() -> Any:
 
 
 def _sound_current() -> Any:
-    run = members.Run("/runs/x", "abc")
+    run = membership.Run("/runs/x", "abc")
     return asdict(Current("w", 1, 1, ["alpha"], {"layout": "dp=2"}, run))
 
 

@@ -25,19 +25,20 @@ from paceline.diagnose.hangs.board import Board
 from paceline.diagnose.hangs.oversee import HangOverseer
 from paceline.diagnose.hangs.report import Beat, Report
 from paceline.events import Event, Note
-from paceline.launch import endurance, liveness
+from paceline.launch import endurance
 from paceline.launch.endurance import Endurance
 from paceline.launch.listening import listen
-from paceline.launch.liveness import RoundWatch
 from paceline.launch.logs import LogName, node_folder
-from paceline.launch.members import Member, Run
 from paceline.launch.messages import MOST_BYTES, BadMessage, decode, decode_number, encode
-from paceline.launch.news import LogPiece, LogTail, Mailbox, Told
 from paceline.launch.overseer import Started
+from paceline.launch.rendezvous import heartbeats
+from paceline.launch.rendezvous.forwarding import LogPiece, LogTail, Mailbox, Told
+from paceline.launch.rendezvous.heartbeats import RoundWatch
+from paceline.launch.rendezvous.keepalive import Tether, Tethers
+from paceline.launch.rendezvous.membership import Member, Run
+from paceline.launch.rendezvous.stores import Line, serve
 from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder
-from paceline.launch.stores import Line, serve
-from paceline.launch.tether import Tether, Tethers
 from paceline.launch.verdicts import Verdicts
 
 ODD = [
@@ -182,7 +183,7 @@ def test_a_neighbour_is_known_by_its_parent(tmp_path: Path) -> None:
 
 
 def watch_of(store: TCPStore, mailbox: Mailbox, notices: list[str]) -> RoundWatch:
-    liveness.prepare(store, 2)
+    heartbeats.prepare(store, 2)
     return RoundWatch(
         lambda: Line("127.0.0.1", store.port, 1.0),
         Line("127.0.0.1", store.port, 1.0),
@@ -201,7 +202,7 @@ def beats_of(store: TCPStore) -> int:
 def test_the_watch_over_nodes_survives_any_message_and_any_callback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(liveness, "beat_seconds", lambda _: 0.02)
+    monkeypatch.setattr(heartbeats, "beat_seconds", lambda _: 0.02)
     written: list[Event] = []
 
     def write(event: Event) -> None:

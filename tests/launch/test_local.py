@@ -15,7 +15,7 @@ from paceline.events import RankLost, RanksStarted, Restarting, RunFailed, read
 from paceline.launch import agent
 from paceline.launch.local import LocalJob, call, launch
 from paceline.launch.policy import Limits
-from paceline.launch.rounds import LocalRendezvous
+from paceline.launch.rendezvous.handler import LocalRendezvous
 
 
 def write(path: Path, text: str) -> Path:

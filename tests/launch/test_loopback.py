@@ -10,7 +10,7 @@ import pytest
 
 from paceline.launch import rank_environment
 from paceline.launch.listening import is_loopback, listen
-from paceline.launch.rounds import LocalRendezvous
+from paceline.launch.rendezvous.handler import LocalRendezvous
 from paceline.testing.hosts import Hosts, hosts_available
 
 PROGRAM = '''

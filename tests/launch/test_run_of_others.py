@@ -17,8 +17,8 @@ from paceline.errors import ConfigError, LaunchError
 from paceline.events import EventLog, Note
 from paceline.launch import run_folder
 from paceline.launch.logs import LogName
-from paceline.launch.members import Member, Run
 from paceline.launch.messages import BadMessage, decode, encode
+from paceline.launch.rendezvous.membership import Member, Run
 from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder, has_mark
 from paceline.track import mlflow

@@ -23,6 +23,13 @@ from paceline.errors import ConfigError
 from paceline.launch import tunnel as module
 from paceline.launch.listening import listen
 from paceline.launch.loopback import peer_is_us
+from paceline.launch.rendezvous.stores import (
+    Line,
+    LineLost,
+    LineRefused,
+    ServedStore,
+    StrangerThere,
+)
 from paceline.launch.secret import (
     FILE_VARIABLE,
     VARIABLE,
@@ -32,7 +39,6 @@ from paceline.launch.secret import (
     make_secret,
     open_to_strangers,
 )
-from paceline.launch.stores import Line, LineLost, LineRefused, ServedStore, StrangerThere
 from paceline.launch.tunnel import Tunnel, WrongSecret
 
 NOBODY = 65534

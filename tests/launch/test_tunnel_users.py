@@ -15,8 +15,8 @@ from node_cases import wait_for
 
 from paceline.launch import loopback
 from paceline.launch.loopback import connect_with_key, others_connected, peer_is_us, require_key
+from paceline.launch.rendezvous.stores import Line, ServedStore
 from paceline.launch.secret import RunSecret
-from paceline.launch.stores import Line, ServedStore
 from paceline.launch.tunnel import Tunnel
 
 NOBODY = 65534

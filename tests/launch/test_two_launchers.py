@@ -24,7 +24,7 @@ from paceline.errors import LaunchError, RankFailed
 from paceline.events import Event, RankLost, RanksStarted, Restarting
 from paceline.launch.local import LocalJob, launch
 from paceline.launch.policy import Limits
-from paceline.launch.rounds import Rounds
+from paceline.launch.rendezvous.handler import Rounds
 
 
 class Table:

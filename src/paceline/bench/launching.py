@@ -180,9 +180,9 @@ def _meet(
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from paceline.config.endpoints import endpoints
-    from paceline.launch.gathering import RunHooks, Settings
-    from paceline.launch.meeting import Meeting
-    from paceline.launch.members import Run
+    from paceline.launch.rendezvous.joining import RunHooks, Settings
+    from paceline.launch.rendezvous.membership import Run
+    from paceline.launch.rendezvous.multi_node import Meeting
     from paceline.launch.secret import open_to_strangers
 
     assert place.rdzv is not None

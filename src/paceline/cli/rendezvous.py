@@ -34,7 +34,7 @@ def rendezvous(
     found = find_secret(None if reference is None else Secret(reference))
     if (warning := open_to_strangers([Endpoint(host, port)], found)) is not None:
         echo(f"warning: {warning}", err=True)
-    from paceline.launch.stores import LineLost, serve_meeting
+    from paceline.launch.rendezvous.stores import LineLost, serve_meeting
     from paceline.launch.tunnel import Tunnel
 
     ended = threading.Event()

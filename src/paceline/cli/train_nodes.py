@@ -25,8 +25,8 @@ from paceline.version import __version__
 if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.launch.logs import LogName
-    from paceline.launch.meeting import Meeting
-    from paceline.launch.members import Run
+    from paceline.launch.rendezvous.membership import Run
+    from paceline.launch.rendezvous.multi_node import Meeting
 
 _NOT_COMPARED = ("launch.rdzv", "launch.secret", "code")
 """Keys that each machine may spell in its own way."""
@@ -91,7 +91,7 @@ class Nodes:
 
     def make(self) -> Run:
         """The run's folder, made here; all machines get to know it."""
-        from paceline.launch.members import Run
+        from paceline.launch.rendezvous.membership import Run
 
         run = RunFolder(Path(os.path.abspath(self._choice.make().path)))
         identity = uuid.uuid4().hex
@@ -182,9 +182,9 @@ def meet(
     env = _quiet_torch()
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from paceline.launch.gathering import RunHooks, Settings
-    from paceline.launch.meeting import Meeting
-    from paceline.launch.news import LogTail
+    from paceline.launch.rendezvous.forwarding import LogTail
+    from paceline.launch.rendezvous.joining import RunHooks, Settings
+    from paceline.launch.rendezvous.multi_node import Meeting
 
     launch = config.launch
     least, most = node_range(launch.nnodes)

@@ -21,8 +21,8 @@ from paceline.doctor.links import connect
 from paceline.errors import PacelineError
 from paceline.launch.listening import is_this_machine
 from paceline.launch.messages import BadMessage, decode
+from paceline.launch.rendezvous.stores import IDENTITY, LineLost, ServedStore
 from paceline.launch.secret import RunSecret
-from paceline.launch.stores import IDENTITY, LineLost, ServedStore
 from paceline.launch.tunnel import Tunnel, WrongSecret
 
 PREFIX = "paceline-doctor"

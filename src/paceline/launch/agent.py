@@ -38,7 +38,7 @@ from paceline.launch.overseer import Overseer, Started, Stuck
 from paceline.launch.policy import Decision, Ending, decide
 from paceline.launch.processes import Starter
 from paceline.launch.rank_environment import Place, used_parts
-from paceline.launch.rounds import LocalRendezvous, Rounds, WaitingStopped
+from paceline.launch.rendezvous.handler import LocalRendezvous, Rounds, WaitingStopped
 from paceline.launch.steps import StepsDone
 from paceline.launch.verdicts import Member, Verdict, Verdicts
 

@@ -45,7 +45,7 @@ from paceline.untrusted import printable
 if TYPE_CHECKING:
     from paceline.launch.agent import Agent
     from paceline.launch.overseer import Overseer
-    from paceline.launch.rounds import Rounds
+    from paceline.launch.rendezvous.handler import Rounds
 
 # Wrappers (uv, make, timeout) pass on a Ctrl-C that the terminal has already sent to everyone: a
 # repetition this soon is an echo, not an impatient user.
@@ -249,7 +249,7 @@ class _Launch:
             raise LaunchError(f"the ranks could not be started: {error}") from error
 
     def _make_rounds(self, stack: contextlib.ExitStack) -> Rounds:
-        from paceline.launch.rounds import LocalRendezvous
+        from paceline.launch.rendezvous.handler import LocalRendezvous
 
         if self.job.rendezvous is not None:
             return self.job.rendezvous()

@@ -24,7 +24,7 @@ from paceline.launch.logs import LogName, node_folder
 from paceline.launch.messages import BadMessage, check, decode, encode
 
 if TYPE_CHECKING:
-    from paceline.launch.stores import Line
+    from paceline.launch.rendezvous.stores import Line
 
 LOG_BYTES_AT_ONCE = 1 << 16
 """How much of its logs a node sends with each beat, about once a second."""

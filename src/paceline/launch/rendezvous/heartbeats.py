@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.launch.endurance import Endurance, to_stderr
 from paceline.launch.messages import decode, decode_number, decode_text
-from paceline.launch.news import Mailbox
-from paceline.launch.tether import Tethers
+from paceline.launch.rendezvous.forwarding import Mailbox
+from paceline.launch.rendezvous.keepalive import Tethers
 
 if TYPE_CHECKING:
-    from paceline.launch.stores import Line
+    from paceline.launch.rendezvous.stores import Line
 
 Store = Any  # torch's, which is not imported here
 OVER = "over"
@@ -207,7 +207,7 @@ class RoundWatch:
             self.lost = self.lost or self._silence(silent)
 
     def _note_lost_line(self, error: Exception) -> None:
-        from paceline.launch.stores import LineRefused
+        from paceline.launch.rendezvous.stores import LineRefused
 
         if self._stop.is_set():
             return

@@ -1,9 +1,9 @@
-"""A connection that each launcher keeps to that of node 0, and that says one thing: it broke.
+"""A connection that each launcher keeps open to that of node 0. It carries nothing: it may break.
 
-The kernel closes the connections of a process that is killed, so that node 0 knows at once of a
-launcher that died; signs of life alone would leave it to the node timeout. A break is a hint, not a
-proof (a firewall may have dropped the connection): :class:`~paceline.launch.liveness.Beats` then
-has less patience with that node. Of a machine that lost its power, nothing is heard.
+The kernel closes the connections of a process that is killed, so node 0 knows at once of a launcher
+that died; with heartbeats alone it would wait for the node timeout. A broken connection is a hint,
+not a proof (a firewall may have dropped it): the heartbeats of that node then get a shorter
+timeout. A machine that loses its power closes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The way into the next world: where the meeting is, whether a world runs there, who is in it.
 
 Torch's dynamic rendezvous settles who is part of a world; what a launcher does until then, and how
-it waits, is here. :class:`~paceline.launch.meeting.Meeting` forms the world.
+it waits, is here. :class:`~paceline.launch.rendezvous.multi_node.Meeting` forms the world.
 
 Imports torch at the top, so it is itself imported only when launchers are about to meet.
 """
@@ -30,14 +30,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from paceline.config.endpoints import Endpoint
 from paceline.errors import ConfigError
 from paceline.events import Event
-from paceline.launch import liveness
 from paceline.launch.logs import LogName
-from paceline.launch.members import Member, Run, World, different
-from paceline.launch.place import Book, Current, Places
-from paceline.launch.rendezvous_state import JsonBackend
-from paceline.launch.rounds import WaitingStopped
+from paceline.launch.rendezvous import heartbeats
+from paceline.launch.rendezvous.handler import WaitingStopped
+from paceline.launch.rendezvous.membership import Member, Run, World, different
+from paceline.launch.rendezvous.records import Book, Current, Places
+from paceline.launch.rendezvous.stores import GuardedStore, Line, LineLost
+from paceline.launch.rendezvous.torch_state import JsonBackend
 from paceline.launch.secret import RunSecret
-from paceline.launch.stores import GuardedStore, Line, LineLost
 from paceline.launch.tunnel import Tunnel
 
 LAST_CALL_SECONDS = 3.0
@@ -114,7 +114,7 @@ class Gathering:
         self.id = uuid.uuid4().hex
         self.host = socket.gethostname()
         self.tunnel = None if settings.secret is None else Tunnel(settings.secret, hooks.notice)
-        patience = liveness.line_patience(settings.node_timeout)
+        patience = heartbeats.line_patience(settings.node_timeout)
         self.places = Places(settings.places, patience, self.tunnel)
         self.run: Run | None = None
         self.round = -1
@@ -229,7 +229,7 @@ class Gathering:
                 raise RendezvousClosedError(book.closed())
             if now > self.deadline and len(current.hosts) < self.settings.most:
                 raise LineLost(f"the world on {', '.join(current.hosts)} made no room")
-            time.sleep(liveness.beat_seconds(self.settings.node_timeout) / 2)
+            time.sleep(heartbeats.beat_seconds(self.settings.node_timeout) / 2)
         self.deadline = time.monotonic() + self.settings.rejoin_timeout
 
     def _check_fits(self, current: Current) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from paceline.events import Event
-from paceline.launch.stores import serve
+from paceline.launch.rendezvous.stores import serve
 
 _ADDRESS = "127.0.0.1"  # a name would have to be looked up
 

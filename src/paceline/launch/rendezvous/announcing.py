@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from paceline.launch.endurance import Endurance, to_stderr
-from paceline.launch.liveness import beat_seconds
-from paceline.launch.place import Book, Current, Places
+from paceline.launch.rendezvous.heartbeats import beat_seconds
+from paceline.launch.rendezvous.records import Book, Current, Places
 
 # A thread that waits for an answer over a dead link is left to itself.
 _PATIENCE_SECONDS = 1.0

@@ -1,16 +1,16 @@
-"""Launchers of several machines, meeting: each world they form is a round.
+"""The rendezvous of launchers on several machines. Each world they form is a round.
 
-Torch's dynamic rendezvous on a c10d store settles who is part of a world. Around it: every
-generation is a rendezvous of its own (see ``place.py``), every call over the network ends in time,
-the members tell each other what they run and what they know (``members.py``), the launcher of
-node 0 serves the store of the round, and each gives signs of life (``liveness.py``).
+Torch's dynamic rendezvous on a c10d store decides who is part of a world. We add what it lacks:
+every generation is a rendezvous of its own (``records.py``), every call over the network ends in
+time (``stores.py``), the members exchange what they run and what they know (``membership.py``), the
+launcher of node 0 serves the store of the round, and all send heartbeats (``heartbeats.py``).
 
-How long things take follows from the config: a machine that is cut off or stops is lost after
-``launch.node_timeout``; a world forms as soon as all that are expected are there, at the latest
-``LAST_CALL_SECONDS`` (``gathering.py``) after the least number is; ``launch.rejoin_timeout`` is how
-long a launcher waits for that.
+The timeouts follow from the config. A machine that stops or is cut off is lost after
+``launch.node_timeout``. A world forms as soon as all expected machines are there, at the latest
+``LAST_CALL_SECONDS`` (``joining.py``) after the minimum is; a launcher waits for that up to
+``launch.rejoin_timeout``.
 
-Imports torch at the top, so it is itself imported only when launchers are about to meet.
+Imports torch at the top, so it is itself imported only when a rendezvous is about to start.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from paceline.errors import ConfigError
 from paceline.events import Event, NodeJoined, NodeLeft, Restarting
-from paceline.launch import liveness
-from paceline.launch.gathering import (
+from paceline.launch.listening import listen
+from paceline.launch.messages import BadMessage, decode, encode
+from paceline.launch.rendezvous import heartbeats
+from paceline.launch.rendezvous.announcing import Presence
+from paceline.launch.rendezvous.forwarding import Mailbox
+from paceline.launch.rendezvous.handler import Rounds
+from paceline.launch.rendezvous.heartbeats import RoundWatch
+from paceline.launch.rendezvous.joining import (
     Gathering,
     NotTheSameRun,
     RunHooks,
     Settings,
     StartOver,
 )
-from paceline.launch.listening import listen
-from paceline.launch.liveness import RoundWatch
-from paceline.launch.members import Member, Run, World, agree, different, gone, joined
-from paceline.launch.messages import BadMessage, decode, encode
-from paceline.launch.news import Mailbox
-from paceline.launch.place import Book, Current
-from paceline.launch.presence import Presence
-from paceline.launch.rounds import Rounds
-from paceline.launch.stores import GuardedStore, Line, ServedStore
-from paceline.launch.tether import Tether, Tethers
+from paceline.launch.rendezvous.keepalive import Tether, Tethers
+from paceline.launch.rendezvous.membership import Member, Run, World, agree, different, gone, joined
+from paceline.launch.rendezvous.records import Book, Current
+from paceline.launch.rendezvous.stores import GuardedStore, Line, ServedStore
 from paceline.launch.tunnel import Gate
 
 _LINGER_SECONDS = 5.0
@@ -81,10 +81,10 @@ class Meeting(Rounds):
 
     def __init__(self, settings: Settings, hooks: RunHooks) -> None:
         self.settings, self._hooks = settings, hooks
-        self.patience = settings.node_timeout + liveness.beat_seconds(settings.node_timeout)
+        self.patience = settings.node_timeout + heartbeats.beat_seconds(settings.node_timeout)
         self.door = Gathering(settings, hooks)
         self.mailbox = Mailbox(hooks.write, hooks.keep_log, hooks.notice)
-        self._line_patience = liveness.line_patience(settings.node_timeout)
+        self._line_patience = heartbeats.line_patience(settings.node_timeout)
         self._prepared: RendezvousInfo | None = None
         self._server: ServedStore | None = None
         self._server_before: ServedStore | None = None
@@ -163,7 +163,7 @@ class Meeting(Rounds):
         """The run is over everywhere."""
         self.door.closed = self.door.closed or reason
         if self._watch is not None:
-            self._watch.say(liveness.OVER, encode({"closed": reason, "by": self.door.host}))
+            self._watch.say(heartbeats.OVER, encode({"closed": reason, "by": self.door.host}))
         if self._presence is not None:
             self._presence.close(reason)
         elif (book := self.door.places.look()) is not None:
@@ -178,7 +178,7 @@ class Meeting(Rounds):
         """End a rendezvous that waits, and let the others know that we will not be in the next."""
         self.door.stopping = True
         if self._watch is not None:
-            key = f"{liveness.LEFT}{self.door.node}"
+            key = f"{heartbeats.LEFT}{self.door.node}"
             say = self._watch.say
             # In a thread: this is called where signals are handled, and must return.
             threading.Thread(target=say, args=(key, "preempted"), daemon=True).start()
@@ -210,7 +210,7 @@ class Meeting(Rounds):
     # ------------------------------------------------------------- meeting
 
     def _meet(self) -> RendezvousInfo:
-        expected = self._end_round(liveness.REFORMS)
+        expected = self._end_round(heartbeats.REFORMS)
         self.door.begin_to_wait()
         problem: BaseException | None = None
         while True:
@@ -237,7 +237,7 @@ class Meeting(Rounds):
         try:
             return self._form_together(book, generation, number, size)
         except BaseException as error:
-            self._end_round(liveness.REFORMS)
+            self._end_round(heartbeats.REFORMS)
             self._give_up_generation(book, generation, error)
             raise
 
@@ -291,7 +291,7 @@ class Meeting(Rounds):
         """Serve the store of the round, and the other ends of tethers, to the others."""
         tunnel = self.door.tunnel
         self._server = ServedStore(address, 0, tunnel)
-        liveness.prepare(self._server.store, size)
+        heartbeats.prepare(self._server.store, size)
         if tunnel is None:
             self._tethers = Tethers(listen(address, 0), size, self._hooks.notice)
             port = self._tethers.port
@@ -363,7 +363,7 @@ class Meeting(Rounds):
             is_main=node == 0,
             has_room=len(world.members) < self.settings.most,
             timeout=self.settings.node_timeout,
-            tell_waiting=lambda count: watch.say(liveness.WAITING, str(count)),
+            tell_waiting=lambda count: watch.say(heartbeats.WAITING, str(count)),
             notice=self._hooks.notice,
         )
         self._agents_store = GuardedStore(
@@ -429,7 +429,7 @@ class Meeting(Rounds):
         watch = self._watch
         if watch is None:
             return
-        watch.say(f"{liveness.LEFT}{self.door.node}", reason)
+        watch.say(f"{heartbeats.LEFT}{self.door.node}", reason)
         deadline = time.monotonic() + _LINGER_SECONDS
         while time.monotonic() < deadline and not watch.others_are_gone():
             time.sleep(_POLL_SECONDS)

@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 
 from paceline.launch.messages import decode, encode
-from paceline.launch.rendezvous_state import JsonBackend, Node, State, from_torch, to_torch
+from paceline.launch.rendezvous.torch_state import JsonBackend, Node, State, from_torch, to_torch
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from paceline.config.endpoints import Endpoint
 from paceline.launch.listening import is_this_machine
-from paceline.launch.members import Run
 from paceline.launch.messages import BadMessage, decode, decode_number, decode_text, encode
-from paceline.launch.stores import (
+from paceline.launch.rendezvous.membership import Run
+from paceline.launch.rendezvous.stores import (
     IDENTITY,
     Line,
     LineLost,

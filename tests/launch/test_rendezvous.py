@@ -19,19 +19,19 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from paceline.config.endpoints import Endpoint
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import Event, NodeJoined, NodeLeft, Note
-from paceline.launch import news, place
-from paceline.launch.gathering import NotTheSameRun, RunHooks, Settings
-from paceline.launch.liveness import Beats
 from paceline.launch.logs import LogName
-from paceline.launch.meeting import Meeting
-from paceline.launch.members import Member, Run, agree, gone, joined
 from paceline.launch.messages import encode
-from paceline.launch.news import LogTail, Mailbox
-from paceline.launch.place import Places
-from paceline.launch.presence import Waiters
-from paceline.launch.rounds import WaitingStopped
+from paceline.launch.rendezvous import forwarding, records
+from paceline.launch.rendezvous.announcing import Waiters
+from paceline.launch.rendezvous.forwarding import LogTail, Mailbox
+from paceline.launch.rendezvous.handler import WaitingStopped
+from paceline.launch.rendezvous.heartbeats import Beats
+from paceline.launch.rendezvous.joining import NotTheSameRun, RunHooks, Settings
+from paceline.launch.rendezvous.membership import Member, Run, agree, gone, joined
+from paceline.launch.rendezvous.multi_node import Meeting
+from paceline.launch.rendezvous.records import Places
+from paceline.launch.rendezvous.stores import Line, LineLost, LineRefused, serve, serve_meeting
 from paceline.launch.secret import RunSecret
-from paceline.launch.stores import Line, LineLost, LineRefused, serve, serve_meeting
 
 TIMEOUT = 5.0
 
@@ -156,8 +156,8 @@ def test_what_several_launchers_find_out_by_themselves_is_told_once() -> None:
 def test_logs_are_sent_in_pieces_and_too_much_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(news, "LOG_BYTES_AT_ONCE", 10)
-    monkeypatch.setattr(news, "LOG_BYTES_BEHIND", 30)
+    monkeypatch.setattr(forwarding, "LOG_BYTES_AT_ONCE", 10)
+    monkeypatch.setattr(forwarding, "LOG_BYTES_BEHIND", 30)
     kept: dict[str, bytes] = {}
 
     def keep(name: LogName, host: str, data: bytes) -> None:
@@ -218,8 +218,8 @@ def test_a_store_that_is_gone_is_known_at_once_and_a_missing_key_is_no_lost_line
 def test_the_second_candidate_waits_its_turn_and_then_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(place, "TURN_SECONDS", 1.0)
-    monkeypatch.setattr(place, "is_this_machine", lambda host: host == "localhost")
+    monkeypatch.setattr(records, "TURN_SECONDS", 1.0)
+    monkeypatch.setattr(records, "is_this_machine", lambda host: host == "localhost")
     absent, own = Endpoint("127.0.0.1", free_port()), Endpoint("localhost", free_port())
     places = Places([absent, own], patience=0.5)
     began = time.monotonic()
@@ -229,7 +229,7 @@ def test_the_second_candidate_waits_its_turn_and_then_serves(
     book.line.close()
     # The first one is back, and its world is the later one: ours is given up.
     server = serve_meeting(absent.host, absent.port)
-    current = place.Current("w", 1, 4, ["a"], {}, Run("/runs/x", "x"))
+    current = records.Current("w", 1, 4, ["a"], {}, Run("/runs/x", "x"))
     server.store.set("run0/current", encode(current))
     found = places.find(time.monotonic() + 30, lambda: None)
     assert found.current() is not None
