@@ -30,8 +30,8 @@ from paceline.launch.logs import LogName
 from paceline.launch.messages import BadMessage, decode
 from paceline.launch.policy import Decision, Ending
 from paceline.launch.rendezvous import forwarding, heartbeats, membership
-from paceline.launch.rendezvous.records import Current
-from paceline.launch.rendezvous.torch_state import JsonBackend, Node, State
+from paceline.launch.rendezvous.records import CurrentWorld
+from paceline.launch.rendezvous.torch_state import JsonBackend, RendezvousNode, RendezvousState
 from paceline.track.progress import Progress
 
 _TIMES = 8
@@ -79,12 +79,12 @@ def _news(text: bytes, box: Path) -> None:
         with open(path, "ab") as file:
             file.write(data)
 
-    mailbox = forwarding.Mailbox(log.write, keep, notice=lambda said: None)
-    mailbox.new_round(["alpha", "../../outside/x"], 0)
+    forwarder = forwarding.EventForwarder(log.write, keep, notice=lambda said: None)
+    forwarder.new_round(["alpha", "../../outside/x"], 0)
     line = _Line()
-    number = line.store.add("news/count", 1)
-    line.store.set(f"news/{number}", text)
-    mailbox.exchange(line, is_main=True)  # type: ignore[arg-type]
+    number = line.store.add("forwarded/count", 1)
+    line.store.set(f"forwarded/{number}", text)
+    forwarder.exchange(line, is_main=True)  # type: ignore[arg-type]
     log.close()
     _show(text)
 
@@ -92,7 +92,7 @@ def _news(text: bytes, box: Path) -> None:
 def _show(text: bytes) -> None:
     """The event in a piece of news, as the progress of node 0 shows it."""
     try:
-        event = Event.from_json(decode(forwarding.Told, text).event)
+        event = Event.from_json(decode(forwarding.ForwardedEvent, text).event)
     except BadMessage:
         return
     if event is not None:
@@ -101,8 +101,8 @@ def _show(text: bytes) -> None:
 
 def _member(text: bytes, box: Path) -> None:
     own = _sound_member()
-    found = membership.Member.from_json(text)
-    world = membership.agree([membership.Member.from_json(json.dumps(own)), found])
+    found = membership.NodeMember.from_json(text)
+    world = membership.agree([membership.NodeMember.from_json(json.dumps(own)), found])
     membership.gone(world), membership.joined(world), world.hosts
     membership.different(*world.members[:2])
 
@@ -121,13 +121,13 @@ def _signs_of_life(text: bytes, box: Path) -> None:
     """Each key that a look reads, in turn, holds the text."""
     for key in ("alive/1", "left/1", "over", "waiting", heartbeats.OVER, heartbeats.WAITING):
         store = HashStore()
-        heartbeats.prepare(store, 2)
+        heartbeats.prepare_store(store, 2)
         store.set(key, text)
         try:
-            seen = heartbeats.look(store, 0, 2)
+            seen = heartbeats.beat_and_read(store, 0, 2)
         except BadMessage:
             continue
-        beats = heartbeats.Beats(2, 0, 5.0, 0.0)
+        beats = heartbeats.HeartbeatTracker(2, 0, 5.0, 0.0)
         beats.note(seen.counts, 1.0)
         beats.silent(100.0)
 
@@ -191,9 +191,9 @@ def _of_kind(kind: Any) -> Callable[[bytes, Path], None]:
 
 
 def _sound_member() -> Any:
-    run = membership.Run("/runs/x", "abc", ("/runs/x/checkpoints",))
+    run = membership.RunInfo("/runs/x", "abc", ("/runs/x/checkpoints",))
     return asdict(
-        membership.Member(
+        membership.NodeMember(
             "id", "alpha", "10.0.0.1", 2, 1, {"layout": "dp=2"}, 1, 0, run, {"id": "a"}
         )
     )
@@ -228,7 +228,7 @@ def _sound_digest() -> Any:
 
 def _sound_news() -> Any:
     step = StepDone(step=1, epoch=0, loss=1.0, lr=0.1, samples=8, seconds=0.1)
-    return asdict(forwarding.Told(step.to_json(), "id"))
+    return asdict(forwarding.ForwardedEvent(step.to_json(), "id"))
 
 
 def _sound_log() -> Any:
@@ -237,13 +237,13 @@ def _sound_log() -> Any:
 
 
 def _sound_state() -> Any:
-    node = Node("alpha", 2, 0)
-    return asdict(State(1, False, 5, False, [(node, 0)], [node], [], [(node, 5)]))
+    node = RendezvousNode("alpha", 2, 0)
+    return asdict(RendezvousState(1, False, 5, False, [(node, 0)], [node], [], [(node, 5)]))
 
 
 def _sound_current() -> Any:
-    run = membership.Run("/runs/x", "abc")
-    return asdict(Current("w", 1, 1, ["alpha"], {"layout": "dp=2"}, run))
+    run = membership.RunInfo("/runs/x", "abc")
+    return asdict(CurrentWorld("w", 1, 1, ["alpha"], {"layout": "dp=2"}, run))
 
 
 _KINDS: dict[str, tuple[Callable[[], Any], Callable[[bytes, Path], None]]] = {
@@ -256,7 +256,7 @@ _KINDS: dict[str, tuple[Callable[[], Any], Callable[[bytes, Path], None]]] = {
     "report": (_sound_report, _hang),
     "digest": (_sound_digest, _hang),
     "rendezvous": (_sound_state, _rendezvous),
-    "world": (_sound_current, _of_kind(Current)),
+    "world": (_sound_current, _of_kind(CurrentWorld)),
     "card": (lambda: asdict(Card("alpha", "10.0.0.1", "", 5, "0a1b2c3d")), _of_kind(Card)),
     "links": (lambda: asdict(Ways([], [])), _of_kind(Ways)),
 }

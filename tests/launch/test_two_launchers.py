@@ -24,7 +24,7 @@ from paceline.errors import LaunchError, RankFailed
 from paceline.events import Event, RankLost, RanksStarted, Restarting
 from paceline.launch.local import LocalJob, launch
 from paceline.launch.policy import Limits
-from paceline.launch.rendezvous.handler import Rounds
+from paceline.launch.rendezvous.handler import LauncherRendezvous
 
 
 class Table:
@@ -39,7 +39,7 @@ class Table:
         self.changed = threading.Condition()
 
 
-class Seat(Rounds):
+class Seat(LauncherRendezvous):
     """The table as one node sees it."""
 
     patience = 30.0

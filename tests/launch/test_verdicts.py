@@ -13,7 +13,7 @@ from paceline.events import GaveUp, RankLost, Restarting, RunFailed
 from paceline.launch import telling
 from paceline.launch.policy import Decision, Ending
 from paceline.launch.rank_environment import used_parts
-from paceline.launch.verdicts import Member, Verdict, Verdicts
+from paceline.launch.verdicts import NodeHistory, Verdict, Verdicts
 
 FAILED = Ending("failure", "ValueError: no", step=3, raised="ValueError", moved=True, seconds=2.5)
 AGAIN = Decision(True, 2.0, "failure", used=2, budget=3)
@@ -77,14 +77,14 @@ def test_a_world_without_any_rank_is_never_done() -> None:
 
 
 def test_launchers_hear_who_the_others_are(launchers: list[Verdicts]) -> None:
-    members = [Member(2, 3, [FAILED]), Member(4, 0)]
+    members = [NodeHistory(2, 3, [FAILED]), NodeHistory(4, 0)]
     launchers[1]._store.set("member/1", members[1].to_json())
     assert launchers[0].exchange(members[0]) == members
 
 
 def test_one_node_needs_no_store() -> None:
     alone = Verdicts(None, 0, 1)
-    assert alone.exchange(Member(2, 0)) == [Member(2, 0)]
+    assert alone.exchange(NodeHistory(2, 0)) == [NodeHistory(2, 0)]
     alone.watch([0])
     verdict = Verdict(FAILED, AGAIN, "here")
     assert alone.reach(verdict) is verdict

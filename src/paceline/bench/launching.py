@@ -180,19 +180,19 @@ def _meet(
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from paceline.config.endpoints import endpoints
-    from paceline.launch.rendezvous.joining import RunHooks, Settings
-    from paceline.launch.rendezvous.membership import Run
-    from paceline.launch.rendezvous.multi_node import Meeting
+    from paceline.launch.rendezvous.joining import RendezvousSettings, RunHooks
+    from paceline.launch.rendezvous.membership import RunInfo
+    from paceline.launch.rendezvous.multi_node import MultiNodeRendezvous
     from paceline.launch.secret import open_to_strangers
 
     assert place.rdzv is not None
     if (warning := open_to_strangers(endpoints(place.rdzv), place.secret)) is not None:
         say(f"warning: {warning}")
-    meeting = Meeting(
-        Settings(
-            places=endpoints(place.rdzv),
-            least=place.nnodes,
-            most=place.nnodes,
+    rendezvous = MultiNodeRendezvous(
+        RendezvousSettings(
+            endpoints=endpoints(place.rdzv),
+            min_nodes=place.nnodes,
+            max_nodes=place.nnodes,
             rejoin_timeout=place.wait,
             nproc=place.nproc,
             asked={**asked, "paceline's version": __version__},
@@ -200,20 +200,20 @@ def _meet(
         ),
         # No run, no folder, no events: only ranks that meet.
         RunHooks(
-            make=lambda: Run("", uuid.uuid4().hex),
+            make=lambda: RunInfo("", uuid.uuid4().hex),
             take=lambda run: None,
             write=lambda event: None,
             keep_log=lambda name, host, data: None,
             notice=say,
         ),
     )
-    stack.callback(meeting.shutdown)
+    stack.callback(rendezvous.shutdown)
     try:
-        meeting.open()
+        rendezvous.open()
     except RendezvousError as error:
         raise LaunchError(f"the machines could not meet: {error}") from None
-    say(f"node {meeting.node} of {len(meeting.nodes)}: {', '.join(meeting.nodes)}")
-    return {"rendezvous": lambda: meeting, "host": meeting.host, "env": env}
+    say(f"node {rendezvous.node} of {len(rendezvous.nodes)}: {', '.join(rendezvous.nodes)}")
+    return {"rendezvous": lambda: rendezvous, "host": rendezvous.host, "env": env}
 
 
 def _quiet_torch() -> Mapping[str, str]:

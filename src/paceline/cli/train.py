@@ -328,7 +328,7 @@ def _run_config(request: _Request) -> None:
         own = None if joined is None else _own_config(config, stack)
         _launch(config, run, joined, settings, own, resume=request.resume is not None)
         if joined is not None and not joined.is_main:
-            say(f"done; the run is shown on node 0 ({joined.meeting.nodes[0]})")
+            say(f"done; the run is shown on node 0 ({joined.rendezvous.nodes[0]})")
             return
     say_done(config, run, source, resumed=request.resume is not None)
 
@@ -436,7 +436,7 @@ def _launch(
         ):
             launch(job)
     except (KeyboardInterrupt, SystemExit) as stop:
-        if joined is not None and not joined.meeting.is_closed():
+        if joined is not None and not joined.rendezvous.is_closed():
             say("this machine has left the run; the same command joins it again")
             raise SystemExit(exit_status(stop)) from None
         say_stopped(run, stop, settings)

@@ -38,9 +38,9 @@ from paceline.launch.overseer import Overseer, Started, Stuck
 from paceline.launch.policy import Decision, Ending, decide
 from paceline.launch.processes import Starter
 from paceline.launch.rank_environment import Place, used_parts
-from paceline.launch.rendezvous.handler import LocalRendezvous, Rounds, WaitingStopped
+from paceline.launch.rendezvous.handler import LauncherRendezvous, LocalRendezvous, WaitingStopped
 from paceline.launch.steps import StepsDone
-from paceline.launch.verdicts import Member, Verdict, Verdicts
+from paceline.launch.verdicts import NodeHistory, Verdict, Verdicts
 
 if TYPE_CHECKING:
     from paceline.launch.local import LocalJob
@@ -66,7 +66,7 @@ class Agent(SimpleElasticAgent):
     def __init__(
         self,
         job: LocalJob,
-        rounds: Rounds,
+        rdzv_handler: LauncherRendezvous,
         *,
         rank_logs: RankLogs,
         starter: Starter,
@@ -79,7 +79,7 @@ class Agent(SimpleElasticAgent):
             role="rank",
             local_world_size=job.nproc,
             entrypoint=sys.executable,
-            rdzv_handler=rounds,
+            rdzv_handler=rdzv_handler,
             max_restarts=0,  # in torch's sense: we start ranks again without its help
             monitor_interval=0.001,  # _monitor_workers does the waiting
         )
@@ -87,7 +87,7 @@ class Agent(SimpleElasticAgent):
         self.error: LaunchError | None = None
         """Why the run is over, if not because it is done."""
         self._job = job
-        self._rounds = rounds
+        self._rdzv_handler = rdzv_handler
         self._rank_logs = rank_logs
         self._starter = starter
         self._crew = crew
@@ -105,7 +105,7 @@ class Agent(SimpleElasticAgent):
         self._starts = 0
         self._started_at = time.monotonic()
         self._node = 0
-        self._members: list[Member] = []
+        self._members: list[NodeHistory] = []
         self._parts: list[int] = []
         """How many ranks each node has."""
         self._stop_signal: signal.Signals | None = None
@@ -116,7 +116,7 @@ class Agent(SimpleElasticAgent):
         """Have the ranks sent ``signum`` and, after the grace period, killed."""
         self._stop_signal = signum
         self._changed.set()
-        self._rounds.stop_waiting()
+        self._rdzv_handler.stop_waiting()
 
     def ask_to_save(self) -> None:
         """Have the ranks save a checkpoint."""
@@ -132,7 +132,7 @@ class Agent(SimpleElasticAgent):
             result = super().run(role)
             if result is None:  # torch's "graceful exit": the meeting has no place for this node
                 raise RuntimeError("this node was not needed")
-            self._rounds.close_for_all("the run is done")
+            self._rdzv_handler.close_for_all("the run is done")
             return result
         except RendezvousClosedError as closed:
             self.error = LaunchError(f"the run is over: {closed}.")
@@ -151,14 +151,14 @@ class Agent(SimpleElasticAgent):
                 self._node = worker_group.group_rank
                 nodes = worker_group.group_world_size
                 self._verdicts = Verdicts(worker_group.store, self._node, nodes)
-                me = Member(self._job.nproc, self._starts, self._history)
+                me = NodeHistory(self._job.nproc, self._starts, self._history)
                 self._members = self._verdicts.exchange(me)
                 return
             except WaitingStopped:
                 self._stop_if_asked()
                 raise
             except (BadMessage, OSError, RuntimeError) as error:
-                if isinstance(self._rounds, LocalRendezvous):
+                if isinstance(self._rdzv_handler, LocalRendezvous):
                     raise
                 # One of them was gone before the world had formed.
                 self._say(f"a world could not form ({error}); the nodes meet again")
@@ -167,7 +167,7 @@ class Agent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stop_if_asked()
         place, idle = self._find_place(worker_group)
-        nodes = self._rounds.nodes
+        nodes = self._rdzv_handler.nodes
         several = len(nodes) > 1 and self._job.node_logs
         folder = node_folder(self._node, self._job.host) if several else ""
         self._rank_logs.begin(place.ranks, node=folder)
@@ -219,7 +219,7 @@ class Agent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Make room for a new world: torch does this alone when nodes wait to join."""
-        waiting = self._rounds.num_nodes_waiting()
+        waiting = self._rdzv_handler.num_nodes_waiting()
         ending = self._ending("node_joined", telling.nodes_waiting(waiting))
         verdict = self._reach(ending)
         self._crew.send(signal.SIGTERM)
@@ -236,9 +236,9 @@ class Agent(SimpleElasticAgent):
         self._disband()
         self._starter.close()
         if self._stop_signal is signal.SIGINT:
-            self._rounds.close_for_all(telling.interrupted(self._job.host))
+            self._rdzv_handler.close_for_all(telling.interrupted(self._job.host))
         elif self._stop_signal is not None:
-            self._rounds.leave("preempted")
+            self._rdzv_handler.leave("preempted")
 
     # The place of this node in a new world.
 
@@ -266,7 +266,7 @@ class Agent(SimpleElasticAgent):
             port=worker_group.master_port,
             restart_count=restarts,
             max_restarts=self._job.limits.max_restarts,
-            run_id=self._rounds.get_run_id(),
+            run_id=self._rdzv_handler.get_run_id(),
         )
         return place, total - used
 
@@ -283,12 +283,14 @@ class Agent(SimpleElasticAgent):
             self._verdicts.say_done()
         if self._verdicts.all_done():
             return None
-        if (why := self._rounds.lost()) is not None:
+        if (why := self._rdzv_handler.lost()) is not None:
             return self._after_loss(why)
         if self._overseer and (stuck := self._overseer.look()) is not None:
             return self._after_hang(stuck)
         self._crew.kill_those_that_raised(self._job.grace)
-        if self._job.standby and (self._job.limits.max_restarts or len(self._rounds.nodes) > 1):
+        if self._job.standby and (
+            self._job.limits.max_restarts or len(self._rdzv_handler.nodes) > 1
+        ):
             self._starter.tend_standbys(len(self._crew.pids), moving=self._seem_to_move)
         return None
 
@@ -304,9 +306,9 @@ class Agent(SimpleElasticAgent):
         self._crew.end_after_failure(_FAILED_GRACE_SECONDS)
         failures = self._crew.failures()
         first = failure.culprit(failures) if failures else None
-        if len(self._rounds.nodes) > 1 and (first is None or first.lost_peer):
+        if len(self._rdzv_handler.nodes) > 1 and (first is None or first.lost_peer):
             # Not the fault of this node's ranks: another launcher says why. Unless nobody does.
-            seconds = _WHY_SECONDS if first is None else self._rounds.patience
+            seconds = _WHY_SECONDS if first is None else self._rdzv_handler.patience
             if (verdict := self._hear_why(seconds)) is not None:
                 return verdict
         self._failures, self._finished = failures, self._crew.finished()
@@ -321,13 +323,13 @@ class Agent(SimpleElasticAgent):
         while time.monotonic() < deadline:
             if (found := self._verdicts.found()) is not None:
                 return found
-            if (why := self._rounds.lost()) is not None:
+            if (why := self._rdzv_handler.lost()) is not None:
                 return self._after_loss(why)
             self._wait(_MONITOR_SECONDS)
         return None
 
     def _after_loss(self, why: str) -> Verdict:
-        if self._rounds.is_closed():  # somebody ended the run: the ranks may save
+        if self._rdzv_handler.is_closed():  # somebody ended the run: the ranks may save
             self._crew.send(signal.SIGTERM)
             self._crew.wait(self._job.grace)
             over = Decision(False, 0.0, why)
@@ -388,14 +390,14 @@ class Agent(SimpleElasticAgent):
     def _host_of(self, rank: int | None) -> str:
         """The machine that ``rank`` is on; this one, where nobody in particular is meant."""
         if rank is not None:
-            for host, part in zip(self._rounds.nodes, self._parts, strict=False):
+            for host, part in zip(self._rdzv_handler.nodes, self._parts, strict=False):
                 if rank < part:
                     return host
                 rank -= part
         return self._job.host
 
     def _explain(self, decision: Decision) -> LaunchError:
-        several = len(self._rounds.nodes) > 1
+        several = len(self._rdzv_handler.nodes) > 1
         return failure.explain(
             self._failures,
             self._world_size,
@@ -413,7 +415,7 @@ class Agent(SimpleElasticAgent):
         self._history = [*self._history, verdict.ending]
         if not verdict.decision.restart:
             self.error = self.error or telling.error(verdict)
-            self._rounds.close_for_all(verdict.decision.reason)
+            self._rdzv_handler.close_for_all(verdict.decision.reason)
             raise _Over
         self._say_restarting(verdict)
 
@@ -424,7 +426,7 @@ class Agent(SimpleElasticAgent):
 
     def _announce_stop(self, signum: signal.Signals) -> None:
         """Tell the launchers of the world why the ranks of this one leave."""
-        if len(self._rounds.nodes) < 2 or not self._crew.pids:
+        if len(self._rdzv_handler.nodes) < 2 or not self._crew.pids:
             return
         if signum is signal.SIGINT:
             why = telling.interrupted(self._job.host)
@@ -441,7 +443,7 @@ class Agent(SimpleElasticAgent):
             self._overseer.ended()
 
     def _post(self, event: Event) -> None:
-        self._rounds.post(event)
+        self._rdzv_handler.post(event)
 
     def _stop_if_asked(self) -> None:
         if self._stop_signal is not None:

@@ -45,7 +45,7 @@ from paceline.untrusted import printable
 if TYPE_CHECKING:
     from paceline.launch.agent import Agent
     from paceline.launch.overseer import Overseer
-    from paceline.launch.rendezvous.handler import Rounds
+    from paceline.launch.rendezvous.handler import LauncherRendezvous
 
 # Wrappers (uv, make, timeout) pass on a Ctrl-C that the terminal has already sent to everyone: a
 # repetition this soon is an echo, not an impatient user.
@@ -90,7 +90,7 @@ class LocalJob:
     output: Callable[[str], None] | None = to_stdout
     notice: Callable[[str], None] = to_stderr
     standby: bool = False
-    rendezvous: Callable[[], Rounds] | None = None
+    rendezvous: Callable[[], LauncherRendezvous] | None = None
     host: str = field(default_factory=platform.node)
     node_logs: bool = True
     places: Callable[[int], int] | None = None
@@ -226,8 +226,8 @@ class _Launch:
         try:
             keeper = guard.Guard()
             stack.callback(keeper.close)
-            rounds = self._make_rounds(stack)
-            stack.callback(rounds.shutdown)
+            rdzv_handler = self._make_rendezvous(stack)
+            stack.callback(rdzv_handler.shutdown)
             starter = Starter(
                 self.job.command,
                 {**_rank_env(self.job), **self.notices.variables()},
@@ -237,7 +237,7 @@ class _Launch:
             )
             return Agent(
                 self.job,
-                rounds,
+                rdzv_handler,
                 rank_logs=self.rank_logs,
                 starter=starter,
                 crew=Crew(starter, self.rank_logs, keeper),
@@ -248,7 +248,7 @@ class _Launch:
         except (OSError, RuntimeError) as error:
             raise LaunchError(f"the ranks could not be started: {error}") from error
 
-    def _make_rounds(self, stack: contextlib.ExitStack) -> Rounds:
+    def _make_rendezvous(self, stack: contextlib.ExitStack) -> LauncherRendezvous:
         from paceline.launch.rendezvous.handler import LocalRendezvous
 
         if self.job.rendezvous is not None:

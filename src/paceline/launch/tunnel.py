@@ -162,7 +162,7 @@ class Tunnel:
         if door is not None:
             self._close(door)
 
-    def knock(self, host: str, port: int, timeout: float) -> tuple[str, str]:
+    def probe(self, host: str, port: int, timeout: float) -> tuple[str, str]:
         """Whether somebody with our secret is there; our address on the way there, and theirs.
 
         Raises :class:`WrongSecret`, or another ``OSError`` where nobody can be reached.
@@ -170,11 +170,11 @@ class Tunnel:
         for _ in range(_TRIES - 1):
             # One that is ended before it began may have met a flood.
             with contextlib.suppress(_Dropped):
-                return self._knock_once(host, port, timeout)
+                return self._probe_once(host, port, timeout)
             time.sleep(_PAUSE_SECONDS)
-        return self._knock_once(host, port, timeout)
+        return self._probe_once(host, port, timeout)
 
-    def _knock_once(self, host: str, port: int, timeout: float) -> tuple[str, str]:
+    def _probe_once(self, host: str, port: int, timeout: float) -> tuple[str, str]:
         with socket.create_connection((host, port), timeout=timeout) as plain:
             addresses = str(plain.getsockname()[0]), str(plain.getpeername()[0])
             try:

@@ -1,7 +1,7 @@
-"""What the launchers of one world tell each other through its round store.
+"""What the launchers of one world exchange through its round store.
 
-Who they are (:class:`Member`), when one's ranks are done, and above all the :class:`Verdict` on a
-world that ended before its time: the first launcher to reach one writes it down, and all act on
+Who they are (:class:`NodeHistory`), when one's ranks are done, and above all the :class:`Verdict`
+on a world that ended before its time: the first launcher to reach one writes it, and all act on
 that one, so that they never disagree on whether, why and when to go on.
 """
 
@@ -57,7 +57,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Member:
+class NodeHistory:
     """What a launcher says of itself when a world forms.
 
     ``starts`` counts the worlds it has been part of, ``history`` is how they ended: one that has
@@ -73,9 +73,9 @@ class Member:
         return encode(self)
 
     @staticmethod
-    def from_json(text: str) -> Member:
+    def from_json(text: str) -> NodeHistory:
         """What :meth:`to_json` wrote."""
-        return decode(Member, text)
+        return decode(NodeHistory, text)
 
 
 class Verdicts:
@@ -94,13 +94,13 @@ class Verdicts:
         self._waited_for: frozenset[int] = frozenset()
         self._closed = threading.Event()
 
-    def exchange(self, member: Member) -> list[Member]:
+    def exchange(self, member: NodeHistory) -> list[NodeHistory]:
         """Tell the others of this launcher, and hear of them all; by node. Waits for them."""
         if self._nodes == 1:
             return [member]
         self._store.set(f"member/{self._node}", member.to_json())
         told = self._store.multi_get([f"member/{node}" for node in range(self._nodes)])
-        return [Member.from_json(decode_text(text)) for text in told]
+        return [NodeHistory.from_json(decode_text(text)) for text in told]
 
     def watch(self, waited_for: Sequence[int]) -> None:
         """Look from now on for a verdict, and for the nodes ``waited_for`` to be done."""

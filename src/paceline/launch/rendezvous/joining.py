@@ -1,9 +1,10 @@
-"""The way into the next world: where the meeting is, whether a world runs there, who is in it.
+"""A launcher's way into the next world: find the rendezvous, wait for a running world, join.
 
-Torch's dynamic rendezvous settles who is part of a world; what a launcher does until then, and how
-it waits, is here. :class:`~paceline.launch.rendezvous.multi_node.Meeting` forms the world.
+Torch's dynamic rendezvous decides who is part of a world; what a launcher does until then, and how
+it waits, is here. :class:`~paceline.launch.rendezvous.multi_node.MultiNodeRendezvous` then forms
+the world.
 
-Imports torch at the top, so it is itself imported only when launchers are about to meet.
+Imports torch at the top, so it is itself imported only when a rendezvous is about to start.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ from paceline.errors import ConfigError
 from paceline.events import Event
 from paceline.launch.logs import LogName
 from paceline.launch.rendezvous import heartbeats
+from paceline.launch.rendezvous.endpoints import RendezvousEndpoints
 from paceline.launch.rendezvous.handler import WaitingStopped
-from paceline.launch.rendezvous.membership import Member, Run, World, different
-from paceline.launch.rendezvous.records import Book, Current, Places
-from paceline.launch.rendezvous.stores import GuardedStore, Line, LineLost
+from paceline.launch.rendezvous.membership import Membership, NodeMember, RunInfo, different
+from paceline.launch.rendezvous.records import CurrentWorld, RendezvousRecords
+from paceline.launch.rendezvous.stores import InterruptibleStore, StoreConnection, StoreUnreachable
 from paceline.launch.rendezvous.torch_state import JsonBackend
 from paceline.launch.secret import RunSecret
 from paceline.launch.tunnel import Tunnel
 
 LAST_CALL_SECONDS = 3.0
-"""How long a world that has its least number of nodes waits for more."""
+"""How long a world that has its minimum number of nodes waits for more."""
 _KEEP_ALIVE_SECONDS, _KEEP_ALIVE_ATTEMPTS = 60, 10
-"""Torch's own signs of life compare clocks; ours do not, so that its are not to strike first."""
+"""Torch's own heartbeats compare clocks; ours do not, so torch's must never fire first."""
 _POLL_SECONDS = 0.1
 _SAY_SECONDS = 5.0
 _LOOK_AROUND_SECONDS = 5.0
@@ -51,11 +53,11 @@ _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class StartOver(Exception):
-    """This generation is over, or not for us: look where the meeting is now."""
+    """This generation is over, or formed without us: look for the rendezvous again."""
 
 
 class NotTheSameRun(ConfigError):
-    """This launcher was asked for something else than those it met."""
+    """This launcher was asked for another run than the launchers it met."""
 
 
 @contextlib.contextmanager
@@ -73,53 +75,53 @@ def _without_torchs_own_store() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Who meets where, and how long things may take; see ``launch.*`` of the config."""
+class RendezvousSettings:
+    """Where the rendezvous is, how many nodes it takes, and its timeouts; see ``launch.*``."""
 
-    places: list[Endpoint]
-    least: int
-    most: int
+    endpoints: list[Endpoint]
+    min_nodes: int
+    max_nodes: int
     node_timeout: float = 10.0
     rejoin_timeout: float = 600.0
     nproc: int = 1
     asked: Mapping[str, str] = dataclasses.field(default_factory=dict)
     secret: RunSecret | None = None
-    """Who has it may take part; ``None``: whoever reaches the place may."""
+    """Who has it may take part; ``None``: whoever reaches the endpoint may."""
 
 
 @dataclass(frozen=True)
 class RunHooks:
-    """What a meeting needs of the one who runs something: where it lies, and who hears of it.
+    """What the rendezvous calls to create or join a run, to write its events and to report.
 
     ``make`` makes the run's folder, on the first round's node 0. ``take`` makes this machine ready
     for a run that another machine made; it raises ConfigError where it cannot be part of it.
     ``write`` appends to the run's events, ``keep_log`` to the copy of a log of another host.
     """
 
-    make: Callable[[], Run]
-    take: Callable[[Run], None]
+    make: Callable[[], RunInfo]
+    take: Callable[[RunInfo], None]
     write: Callable[[Event], None]
     keep_log: Callable[[LogName, str, bytes], None]
     notice: Callable[[str], None]
 
 
-class Gathering:
-    """This launcher as the others get to know it, and its way into the next world.
+class Joiner:
+    """This launcher as the others see it, and its way into the next world.
 
     ``run``, ``round``, ``node``, ``world`` and ``world_id`` are of the world it was last part of.
     """
 
-    def __init__(self, settings: Settings, hooks: RunHooks) -> None:
+    def __init__(self, settings: RendezvousSettings, hooks: RunHooks) -> None:
         self.settings, self._hooks = settings, hooks
         self.id = uuid.uuid4().hex
         self.host = socket.gethostname()
         self.tunnel = None if settings.secret is None else Tunnel(settings.secret, hooks.notice)
-        patience = heartbeats.line_patience(settings.node_timeout)
-        self.places = Places(settings.places, patience, self.tunnel)
-        self.run: Run | None = None
+        patience = heartbeats.call_timeout(settings.node_timeout)
+        self.endpoints = RendezvousEndpoints(settings.endpoints, patience, self.tunnel)
+        self.run: RunInfo | None = None
         self.round = -1
         self.node = -1
-        self.world: World | None = None
+        self.world: Membership | None = None
         self.world_id = ""
         self.closed: str | None = None
         self.stopping = False
@@ -127,38 +129,38 @@ class Gathering:
         self._say_at = float("inf")
         self._looked_around = 0.0
         self._came: int | None = None
-        """How many machines were there when we last waited for a world in vain."""
+        """How many machines were there when we last failed to join a world."""
 
-    def find(self) -> Book:
-        """The meeting place."""
+    def find(self) -> RendezvousRecords:
+        """Connect to the rendezvous store, waiting for it where necessary."""
         self._came = None
-        return self.places.find(self.deadline, self.pause)
+        return self.endpoints.find(self.deadline, self.pause)
 
     def begin_to_wait(self) -> None:
-        """From now on there is ``rejoin_timeout`` to become part of a world."""
+        """Start the clock: ``rejoin_timeout`` seconds to become part of a world."""
         now = time.monotonic()
         self._say_at = now + _SAY_SECONDS
         self.deadline = now + self.settings.rejoin_timeout
 
-    def join(self, book: Book, expected: int) -> tuple[int, int, int]:
-        """Take part in a generation: its number, our number in it, and how many we are."""
-        if (why := book.closed()) is not None:
+    def join(self, records: RendezvousRecords, expected: int) -> tuple[int, int, int]:
+        """Join a generation; returns its number, our rank in it, and how many nodes it has."""
+        if (why := records.closed()) is not None:
             if self.round >= 0:
                 self.closed = why
                 raise RendezvousClosedError(why)
-            book.open_session()
-        generation = self._generation_to_join(book, expected)
-        asks = self.asks_for(book, generation, joining=True)
-        store = GuardedStore(book.line, asks, self.settings.node_timeout)
-        # A place that took over from a lost one does not know who comes; we have an idea.
-        expected = book.expected(generation) or expected or self.settings.most
-        most = min(self.settings.most, expected)
+            records.open_session()
+        generation = self._generation_to_join(records, expected)
+        pause = self.pause_in(records, generation, joining=True)
+        store = InterruptibleStore(records.connection, pause, self.settings.node_timeout)
+        # A store that took over from a lost one does not know who comes; we may.
+        expected = records.expected(generation) or expected or self.settings.max_nodes
+        most = min(self.settings.max_nodes, expected)
         handler = DynamicRendezvousHandler.from_backend(
-            run_id=book.rendezvous_id(generation),
+            run_id=records.rendezvous_id(generation),
             store=store,
-            backend=JsonBackend(store, book.rendezvous_id(generation), self._hooks.notice),
-            min_nodes=self.settings.least,
-            max_nodes=max(self.settings.least, most),
+            backend=JsonBackend(store, records.rendezvous_id(generation), self._hooks.notice),
+            min_nodes=self.settings.min_nodes,
+            max_nodes=max(self.settings.min_nodes, most),
             local_addr=self.id,
             timeout=RendezvousTimeout(
                 join=timedelta(seconds=max(1.0, self.deadline - time.monotonic())),
@@ -167,74 +169,75 @@ class Gathering:
             keep_alive_interval=_KEEP_ALIVE_SECONDS,
             keep_alive_max_attempt=_KEEP_ALIVE_ATTEMPTS,
         )
-        book.count(generation, 1)
+        records.count(generation, 1)
         try:
             with _without_torchs_own_store():
                 info = handler.next_rendezvous()
         except BaseException:
             with contextlib.suppress(ConnectionError, KeyError):
-                self._came = book.count(generation, -1) + 1
+                self._came = records.count(generation, -1) + 1
             raise
         return generation, info.rank, info.world_size
 
-    def in_vain(self, problem: BaseException | None) -> str:
-        """Why no world has formed in time, in words; ``problem`` is what came in between."""
-        least, came = self.settings.least, self._came
+    def why_none_formed(self, problem: BaseException | None) -> str:
+        """Why no world has formed in time, in words; ``problem`` is the last error."""
+        least, came = self.settings.min_nodes, self._came
         when = f"within {self.settings.rejoin_timeout:g} s (launch.rejoin_timeout)"
         if came is not None and 0 < came < least:
             missing = "the other" if least - came == 1 else f"the {least - came} others"
             return (
-                f"{came} of {least} machines came to {self.places} {when}; start the same command "
-                f"on {missing}."
+                f"{came} of {least} machines came to {self.endpoints} {when}; start the same "
+                f"command on {missing}."
             )
-        # Torch says only that its store had a problem; which one is told by the store.
+        # Torch says only that its store had a problem; the cause says which one.
         if isinstance(problem, RendezvousConnectionError) and problem.__cause__ is not None:
             problem = problem.__cause__
         why = "" if problem is None else f": {str(problem).rstrip('.')}"
-        return f"no world of {least} machines or more formed at {self.places} {when}{why}."
+        return f"no world of {least} machines or more formed at {self.endpoints} {when}{why}."
 
-    def _generation_to_join(self, book: Book, expected: int) -> int:
-        """The generation that forms; where a world of others runs, wait until it makes room."""
+    def _generation_to_join(self, records: RendezvousRecords, expected: int) -> int:
+        """The generation to join; while a world of others runs, wait until it makes room."""
         while True:
-            generation = book.generation()
-            if not book.has_formed(generation):
+            generation = records.generation()
+            if not records.has_formed(generation):
                 return generation
-            current = book.current()
+            current = records.current()
             if current is None or (current.world == self.world_id and self.world_id):
-                book.open_next(generation, expected)
+                records.open_next(generation, expected)
             else:
-                self._wait_to_be_let_in(book, current, generation)
+                self._wait_to_be_let_in(records, current, generation)
 
-    def _wait_to_be_let_in(self, book: Book, current: Current, generation: int) -> None:
-        """Stand at the door of a world that runs, until it is over or makes room.
+    def _wait_to_be_let_in(
+        self, records: RendezvousRecords, current: CurrentWorld, generation: int
+    ) -> None:
+        """Wait until a running world is over or makes room.
 
-        At that of a world which has all the nodes it may have, for as long as it lasts: this one
-        is a spare.
+        While that world has all the nodes it may have, there is no deadline: this node is a spare.
         """
         self._check_fits(current)
         self._hooks.notice(
             f"the run is under way on {', '.join(current.hosts)}; {self.host} waits to be let in"
         )
-        slot = book.wait_slot(generation)
-        beats, moved = book.beats(generation), time.monotonic()
-        while book.generation() == generation:
+        slot = records.wait_slot(generation)
+        beats, moved = records.beats(generation), time.monotonic()
+        while records.generation() == generation:
             self.pause()
-            book.wait_beat(generation, slot)
+            records.wait_beat(generation, slot)
             now = time.monotonic()
-            if (count := book.beats(generation)) != beats:
+            if (count := records.beats(generation)) != beats:
                 beats, moved = count, now
             elif now - moved > 2 * self.settings.node_timeout:
-                book.open_next(generation, 0)  # all of that world are gone
-            if book.closed() is not None:
-                raise RendezvousClosedError(book.closed())
-            if now > self.deadline and len(current.hosts) < self.settings.most:
-                raise LineLost(f"the world on {', '.join(current.hosts)} made no room")
+                records.open_next(generation, 0)  # all of that world are gone
+            if records.closed() is not None:
+                raise RendezvousClosedError(records.closed())
+            if now > self.deadline and len(current.hosts) < self.settings.max_nodes:
+                raise StoreUnreachable(f"the world on {', '.join(current.hosts)} made no room")
             time.sleep(heartbeats.beat_seconds(self.settings.node_timeout) / 2)
         self.deadline = time.monotonic() + self.settings.rejoin_timeout
 
-    def _check_fits(self, current: Current) -> None:
-        """Whether this launcher can be part of a run under way, before that is disturbed for it."""
-        first = Member("", current.hosts[0], "", 1, 0, asked=current.asked)
+    def _check_fits(self, current: CurrentWorld) -> None:
+        """Check that this launcher can be part of a running run before that is disturbed for it."""
+        first = NodeMember("", current.hosts[0], "", 1, 0, asked=current.asked)
         if first.asked != dict(self.settings.asked):
             raise NotTheSameRun(different(self.as_member(0, None), first))
         run = current.run
@@ -242,13 +245,13 @@ class Gathering:
             self._hooks.take(run)
             self.run = run
 
-    def as_member(self, arrival: int, line: Line | None) -> Member:
-        """What this launcher says of itself; ``line`` leads to the meeting place."""
+    def as_member(self, arrival: int, connection: StoreConnection | None) -> NodeMember:
+        """What this launcher reports of itself; ``connection`` leads to the rendezvous store."""
         world = self.world
-        return Member(
+        return NodeMember(
             id=self.id,
             host=self.host,
-            address="" if line is None else line.own_address,
+            address="" if connection is None else connection.own_address,
             nproc=self.settings.nproc,
             arrival=arrival,
             asked=dict(self.settings.asked),
@@ -256,26 +259,28 @@ class Gathering:
             node=self.node,
             run=self.run if self.round >= 0 else None,
             peers={} if world is None else {m.id: m.host for m in world.members},
-            meeting_address="" if line is None else line.peer_address,
-            hosts_meeting=self.places.serves,
+            rendezvous_address="" if connection is None else connection.peer_address,
+            serves_rendezvous=self.endpoints.serves,
         )
 
     def pause(self) -> None:
-        """Called again and again while we wait: ends it when asked to, and says that we do."""
+        """Called repeatedly while we wait: stops when asked to, and says once that we wait."""
         if self.stopping:
             raise WaitingStopped("asked to stop while waiting for other machines")
         if time.monotonic() > self._say_at:
             self._say_at = float("inf")
             seconds = f"for up to {self.settings.rejoin_timeout:g} s"
-            if self.places.trouble is not None:
-                told = f"finds no meeting place, and waits {seconds}: {self.places.trouble}"
-            elif self.settings.least > 1:
-                told = f"waits {seconds} for {self.settings.least} machines or more to meet"
+            if self.endpoints.trouble is not None:
+                status = f"finds no rendezvous, and waits {seconds}: {self.endpoints.trouble}"
+            elif self.settings.min_nodes > 1:
+                status = f"waits {seconds} for {self.settings.min_nodes} machines or more to meet"
             else:
-                told = f"waits {seconds} for the machines that train to let it in"
-            self._hooks.notice(f"{self.host} at {self.places}: {told}")
+                status = f"waits {seconds} for the machines that train to let it in"
+            self._hooks.notice(f"{self.host} at {self.endpoints}: {status}")
 
-    def asks_for(self, book: Book, generation: int, *, joining: bool) -> Callable[[], None]:
+    def pause_in(
+        self, records: RendezvousRecords, generation: int, *, joining: bool
+    ) -> Callable[[], None]:
         """A pause that also ends the wait when the generation is over, or formed without us."""
         last = 0.0
 
@@ -286,49 +291,49 @@ class Gathering:
             if now - last < 2 * _POLL_SECONDS:
                 return
             last = now
-            if (why := book.closed()) is not None:
+            if (why := records.closed()) is not None:
                 self.closed = why
                 raise RendezvousClosedError(why)
-            if book.generation() != generation or (joining and book.has_formed(generation)):
+            if records.generation() != generation or (joining and records.has_formed(generation)):
                 raise StartOver(f"generation {generation} is over")
             if joining and now > self.deadline:
-                raise LineLost("the machines that came did not agree on a world in time")
-            self._look_around(book)
+                raise StoreUnreachable("the machines that came did not agree on a world in time")
+            self._look_around(records)
 
         return pause
 
-    def _look_around(self, book: Book) -> None:
-        """While we wait at a place that we serve ourselves: the others may meet elsewhere."""
+    def _look_around(self, records: RendezvousRecords) -> None:
+        """While we wait at a store that we serve ourselves: the others may use another one."""
         now = time.monotonic()
-        if not self.places.serves or now - self._looked_around < _LOOK_AROUND_SECONDS:
+        if not self.endpoints.serves or now - self._looked_around < _LOOK_AROUND_SECONDS:
             return
         self._looked_around = now
-        other = self.places.look()
+        other = self.endpoints.look()
         if other is None:
             return
-        other.line.close()
-        if other.identity != book.identity:
-            raise StartOver("the others meet elsewhere")
+        other.connection.close()
+        if other.identity != records.identity:
+            raise StartOver("the others use another rendezvous")
 
-    def wait_for(self, book: Book, key: str, asks: Callable[[], None]) -> str:
-        """What a member has to write down, waited for as long as a node may be silent."""
+    def wait_for(self, records: RendezvousRecords, key: str, pause: Callable[[], None]) -> str:
+        """The value that a member has to write, waited for up to the node timeout."""
         found: list[str] = []
 
         def look() -> bool:
-            text = book.read(key)
+            text = records.read(key)
             found.extend([] if text is None else [text])
             return text is not None
 
-        self.wait_until(look, key, asks)
+        self.wait_until(look, key, pause)
         return found[0]
 
     def wait_until(
-        self, condition: Callable[[], bool], what: str, asks: Callable[[], None]
+        self, condition: Callable[[], bool], what: str, pause: Callable[[], None]
     ) -> None:
-        """Wait for what the other members have to do, as long as a node may be silent."""
+        """Wait for what the other members have to do, up to the node timeout."""
         deadline = time.monotonic() + self.settings.node_timeout
         while not condition():
-            asks()
+            pause()
             if time.monotonic() > deadline:
-                raise LineLost(f"waited {self.settings.node_timeout:g} s for {what}")
+                raise StoreUnreachable(f"waited {self.settings.node_timeout:g} s for {what}")
             time.sleep(_POLL_SECONDS)

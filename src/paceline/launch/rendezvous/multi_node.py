@@ -36,21 +36,29 @@ from paceline.events import Event, NodeJoined, NodeLeft, Restarting
 from paceline.launch.listening import listen
 from paceline.launch.messages import BadMessage, decode, encode
 from paceline.launch.rendezvous import heartbeats
-from paceline.launch.rendezvous.announcing import Presence
-from paceline.launch.rendezvous.forwarding import Mailbox
-from paceline.launch.rendezvous.handler import Rounds
-from paceline.launch.rendezvous.heartbeats import RoundWatch
+from paceline.launch.rendezvous.announcing import WorldAnnouncer
+from paceline.launch.rendezvous.forwarding import EventForwarder
+from paceline.launch.rendezvous.handler import LauncherRendezvous
+from paceline.launch.rendezvous.heartbeats import HeartbeatMonitor
 from paceline.launch.rendezvous.joining import (
-    Gathering,
+    Joiner,
     NotTheSameRun,
+    RendezvousSettings,
     RunHooks,
-    Settings,
     StartOver,
 )
-from paceline.launch.rendezvous.keepalive import Tether, Tethers
-from paceline.launch.rendezvous.membership import Member, Run, World, agree, different, gone, joined
-from paceline.launch.rendezvous.records import Book, Current
-from paceline.launch.rendezvous.stores import GuardedStore, Line, ServedStore
+from paceline.launch.rendezvous.keepalive import KeepAliveConnection, KeepAliveServer
+from paceline.launch.rendezvous.membership import (
+    Membership,
+    NodeMember,
+    RunInfo,
+    agree,
+    different,
+    gone,
+    joined,
+)
+from paceline.launch.rendezvous.records import CurrentWorld, RendezvousRecords
+from paceline.launch.rendezvous.stores import InterruptibleStore, ServedStore, StoreConnection
 from paceline.launch.tunnel import Gate
 
 _LINGER_SECONDS = 5.0
@@ -68,269 +76,283 @@ _TROUBLES = (
 
 @dataclass(frozen=True)
 class Terms:
-    """What node 0 says of a world that forms: the ports it serves, the run, a name for it."""
+    """What node 0 announces of a world that forms: the ports it serves, the run, an id."""
 
-    port: int
-    tether: int
-    run: Run
+    store_port: int
+    keepalive_port: int
+    run: RunInfo
     world: str
 
 
-class Meeting(Rounds):
-    """The rounds of launchers on several machines."""
+class MultiNodeRendezvous(LauncherRendezvous):
+    """The rendezvous of launchers on several machines."""
 
-    def __init__(self, settings: Settings, hooks: RunHooks) -> None:
+    def __init__(self, settings: RendezvousSettings, hooks: RunHooks) -> None:
         self.settings, self._hooks = settings, hooks
         self.patience = settings.node_timeout + heartbeats.beat_seconds(settings.node_timeout)
-        self.door = Gathering(settings, hooks)
-        self.mailbox = Mailbox(hooks.write, hooks.keep_log, hooks.notice)
-        self._line_patience = heartbeats.line_patience(settings.node_timeout)
+        self.joiner = Joiner(settings, hooks)
+        self.forwarder = EventForwarder(hooks.write, hooks.keep_log, hooks.notice)
+        self._call_timeout = heartbeats.call_timeout(settings.node_timeout)
         self._prepared: RendezvousInfo | None = None
         self._server: ServedStore | None = None
         self._server_before: ServedStore | None = None
         self._served_at: tuple[str, int] | None = None
-        self._tether_gate: Gate | None = None
-        self._made: Run | None = None
-        self._watch: RoundWatch | None = None
-        self._presence: Presence | None = None
+        self._keepalive_gate: Gate | None = None
+        self._made: RunInfo | None = None
+        self._watch: HeartbeatMonitor | None = None
+        self._announcer: WorldAnnouncer | None = None
         self._left_before: dict[str, str] = {}
-        self._agents_store: GuardedStore | None = None
-        self._tethers: Tethers | None = None
-        self._tether: Tether | None = None
+        self._agents_store: InterruptibleStore | None = None
+        self._keepalive_server: KeepAliveServer | None = None
+        self._keepalive: KeepAliveConnection | None = None
 
     @property
-    def run(self) -> Run | None:
-        """The run that all launchers work on; ``None`` before they have met."""
-        return self.door.run
+    def run(self) -> RunInfo | None:
+        """The run that all launchers work on; ``None`` before the first round."""
+        return self.joiner.run
 
     @property
     def round(self) -> int:
         """The number of the world, counted over all that the run has had; -1 before the first."""
-        return self.door.round
+        return self.joiner.round
 
     @property
     def node(self) -> int:
-        """The place of this launcher in the world; -1 before it has one."""
-        return self.door.node
+        """The node rank of this launcher; -1 before it has one."""
+        return self.joiner.node
 
     @property
     def host(self) -> str:
         """The name of this machine."""
-        return self.door.host
+        return self.joiner.host
 
-    # ------------------------------------------------------------- what the agent asks
+    # ------------------------------------------------------------- called by the agent
 
     def open(self) -> list[str]:
-        """Meet for the first time, so that the run is known before ranks are started."""
-        self._prepared = self._meet()
+        """Form the first world already, so that the run is known before ranks are started."""
+        self._prepared = self._rendezvous()
         return self.nodes
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet; the world that forms, and the store of its round."""
+        """Form the next world; returns it with the store of its round."""
         prepared, self._prepared = self._prepared, None
-        return prepared or self._meet()
+        return prepared or self._rendezvous()
 
     @property
     def nodes(self) -> list[str]:
         """The host names of the current round, by node rank."""
-        return [] if self.door.world is None else self.door.world.hosts
+        return [] if self.joiner.world is None else self.joiner.world.hosts
 
     def num_nodes_waiting(self) -> int:
-        """How many machines ask to be let in."""
+        """How many nodes wait to join."""
         return 0 if self._watch is None else self._watch.waiting
 
     def lost(self) -> str | None:
         """Why the current round cannot go on."""
-        if self._watch is None or self._presence is None:
+        if self._watch is None or self._announcer is None:
             return None
-        self.door.closed = self.door.closed or self._watch.closed or self._presence.closed
-        return self.door.closed or self._watch.lost or self._presence.lost
+        self.joiner.closed = self.joiner.closed or self._watch.closed or self._announcer.closed
+        return self.joiner.closed or self._watch.lost or self._announcer.lost
 
     def post(self, event: Event) -> None:
         """Have an event written, by this launcher or by that of node 0."""
-        # Where the store is lost, every launcher comes to this by itself; it is told once.
+        # Where the store is lost, every launcher comes to this by itself; it is written once.
         once = isinstance(event, Restarting)
-        identity = f"restart after round {self.door.round}" if once else None
-        self.mailbox.post(event, is_main=self.door.node == 0, identity=identity)
+        identity = f"restart after round {self.joiner.round}" if once else None
+        self.forwarder.post(event, is_main=self.joiner.node == 0, identity=identity)
 
     def leave(self, reason: str) -> None:
         """Leave for good."""
-        if self.door.node == 0 and self.door.world is not None and len(self.door.world.members) > 1:
+        if (
+            self.joiner.node == 0
+            and self.joiner.world is not None
+            and len(self.joiner.world.members) > 1
+        ):
             self._linger(reason)
         self._close(reason)
 
     def close_for_all(self, reason: str) -> None:
         """The run is over everywhere."""
-        self.door.closed = self.door.closed or reason
+        self.joiner.closed = self.joiner.closed or reason
         if self._watch is not None:
-            self._watch.say(heartbeats.OVER, encode({"closed": reason, "by": self.door.host}))
-        if self._presence is not None:
-            self._presence.close(reason)
-        elif (book := self.door.places.look()) is not None:
+            self._watch.publish(heartbeats.OVER, encode({"closed": reason, "by": self.joiner.host}))
+        if self._announcer is not None:
+            self._announcer.close(reason)
+        elif (records := self.joiner.endpoints.look()) is not None:
             try:
-                book.close(reason)
+                records.close(reason)
             except (ConnectionError, KeyError):
                 return
             finally:
-                book.line.close()
+                records.connection.close()
 
     def stop_waiting(self) -> None:
         """End a rendezvous that waits, and let the others know that we will not be in the next."""
-        self.door.stopping = True
+        self.joiner.stopping = True
         if self._watch is not None:
-            key = f"{heartbeats.LEFT}{self.door.node}"
-            say = self._watch.say
+            key = f"{heartbeats.LEFT}{self.joiner.node}"
+            publish = self._watch.publish
             # In a thread: this is called where signals are handled, and must return.
-            threading.Thread(target=say, args=(key, "preempted"), daemon=True).start()
+            threading.Thread(target=publish, args=(key, "preempted"), daemon=True).start()
 
     def get_backend(self) -> str:
         """A name for the agent's records."""
         return "c10d"
 
     def get_run_id(self) -> str:
-        """What tells this run from every other."""
-        return "paceline" if self.door.run is None else self.door.run.identity
+        """A unique id of the run."""
+        return "paceline" if self.joiner.run is None else self.joiner.run.identity
 
     def is_closed(self) -> bool:
         """Whether the run is over."""
         self.lost()
-        return self.door.closed is not None
+        return self.joiner.closed is not None
 
     def set_closed(self) -> None:
         """The run is over."""
-        self.close_for_all(f"ended by {self.door.host}")
+        self.close_for_all(f"ended by {self.joiner.host}")
 
     def shutdown(self) -> bool:
-        """Let go of everything; the others have a moment to take what they need from our store."""
-        if self.door.node == 0 or self.door.places.serves:
+        """Close everything; the others get a moment to read what they need from our store."""
+        if self.joiner.node == 0 or self.joiner.endpoints.serves:
             self._linger("ended")
         self._close("ended")
         return True
 
-    # ------------------------------------------------------------- meeting
+    # ------------------------------------------------------------- joining
 
-    def _meet(self) -> RendezvousInfo:
+    def _rendezvous(self) -> RendezvousInfo:
         expected = self._end_round(heartbeats.REFORMS)
-        self.door.begin_to_wait()
+        self.joiner.begin_to_wait()
         problem: BaseException | None = None
         while True:
-            book: Book | None = None
+            records: RendezvousRecords | None = None
             try:
-                book = self.door.find()
-                return self._form(book, self.door.join(book, expected))
+                records = self.joiner.find()
+                return self._form(records, self.joiner.join(records, expected))
             except StartOver as error:
                 problem = problem or error
             except _TROUBLES as error:
                 problem = error
             except BaseException:
-                self._hang_up(book)
+                self._disconnect(records)
                 raise
-            self._hang_up(book)
-            if time.monotonic() > self.door.deadline:
-                raise RendezvousTimeoutError(self.door.in_vain(problem))
+            self._disconnect(records)
+            if time.monotonic() > self.joiner.deadline:
+                raise RendezvousTimeoutError(self.joiner.why_none_formed(problem))
             time.sleep(_RETRY_SECONDS)
 
     # ------------------------------------------------------------- forming a world
 
-    def _form(self, book: Book, place: tuple[int, int, int]) -> RendezvousInfo:
+    def _form(self, records: RendezvousRecords, place: tuple[int, int, int]) -> RendezvousInfo:
         generation, number, size = place
         try:
-            return self._form_together(book, generation, number, size)
+            return self._form_together(records, generation, number, size)
         except BaseException as error:
             self._end_round(heartbeats.REFORMS)
-            self._give_up_generation(book, generation, error)
+            self._give_up_generation(records, generation, error)
             raise
 
-    def _give_up_generation(self, book: Book, generation: int, error: BaseException) -> None:
-        """The others are not to wait for us, nor to come here again."""
+    def _give_up_generation(
+        self, records: RendezvousRecords, generation: int, error: BaseException
+    ) -> None:
+        """Open the next generation, so that the others neither wait for us nor come back here."""
         try:
             misfit = isinstance(error, NotTheSameRun)
-            if isinstance(error, ConfigError) and not misfit and self.door.round < 0:
-                book.close(f"{self.door.host}: {error}")
-            book.open_next(generation, 0)
+            if isinstance(error, ConfigError) and not misfit and self.joiner.round < 0:
+                records.close(f"{self.joiner.host}: {error}")
+            records.open_next(generation, 0)
         except (ConnectionError, KeyError):
             return
 
-    def _form_together(self, book: Book, generation: int, number: int, size: int) -> RendezvousInfo:
-        asks = self.door.asks_for(book, generation, joining=False)
-        own = self.door.as_member(book.arrive(), book.line)
-        book.put(f"member/{generation}/{number}", own.to_json())
-        texts = [self.door.wait_for(book, f"member/{generation}/{i}", asks) for i in range(size)]
-        world = agree([Member.from_json(text) for text in texts])
+    def _form_together(
+        self, records: RendezvousRecords, generation: int, number: int, size: int
+    ) -> RendezvousInfo:
+        pause = self.joiner.pause_in(records, generation, joining=False)
+        own = self.joiner.as_member(records.arrive(), records.connection)
+        records.put(f"member/{generation}/{number}", own.to_json())
+        texts = [
+            self.joiner.wait_for(records, f"member/{generation}/{i}", pause) for i in range(size)
+        ]
+        world = agree([NodeMember.from_json(text) for text in texts])
         if own.asked != world.members[0].asked:
             raise NotTheSameRun(different(own, world.members[0]))
-        node = [member.id for member in world.members].index(self.door.id)
+        node = [member.id for member in world.members].index(self.joiner.id)
         address = world.members[0].address
         if node == 0:
             run = world.run or self._made or self._hooks.make()
             self._made = run  # where this world does not come about, the next one takes it
-            if world.run is not None and self.door.run != world.run:
+            if world.run is not None and self.joiner.run != world.run:
                 self._hooks.take(run)
             terms = self._serve_round(address, size, run)
-            book.put(f"terms/{generation}", encode(terms))
+            records.put(f"terms/{generation}", encode(terms))
         else:
-            terms = decode(Terms, self.door.wait_for(book, f"terms/{generation}", asks))
+            terms = decode(Terms, self.joiner.wait_for(records, f"terms/{generation}", pause))
             run = terms.run
-            if run != self.door.run:
+            if run != self.joiner.run:
                 self._hooks.take(run)
-        self._served_at = (address, terms.port)
-        line = self._line_to_round(self._served_at)
+        self._served_at = (address, terms.store_port)
+        connection = self._connect_to_round(self._served_at)
         if node != 0:
-            with contextlib.suppress(OSError):  # a help, not a need
-                where = self._from_here(address, terms.tether)
-                self._tether = Tether(*where, node, self._line_patience)
+            with contextlib.suppress(OSError):  # helpful, but not required
+                where = self._from_here(address, terms.keepalive_port)
+                self._keepalive = KeepAliveConnection(*where, node, self._call_timeout)
         try:
-            self._meet_in_round(line, node, size, asks)
+            self._wait_for_all_in_round(connection, node, size, pause)
         except BaseException:
-            line.close()
+            connection.close()
             raise
         world = dataclasses.replace(world, run=run)
-        return self._begin(book, generation, world, node, terms, line)
+        return self._begin(records, generation, world, node, terms, connection)
 
-    def _serve_round(self, address: str, size: int, run: Run) -> Terms:
-        """Serve the store of the round, and the other ends of tethers, to the others."""
-        tunnel = self.door.tunnel
+    def _serve_round(self, address: str, size: int, run: RunInfo) -> Terms:
+        """Serve the store of the round, and the other ends of keepalive_server, to the others."""
+        tunnel = self.joiner.tunnel
         self._server = ServedStore(address, 0, tunnel)
-        heartbeats.prepare(self._server.store, size)
+        heartbeats.prepare_store(self._server.store, size)
         if tunnel is None:
-            self._tethers = Tethers(listen(address, 0), size, self._hooks.notice)
-            port = self._tethers.port
+            self._keepalive_server = KeepAliveServer(listen(address, 0), size, self._hooks.notice)
+            port = self._keepalive_server.port
         else:
-            self._tethers = Tethers(tunnel.locked_listener(), size, self._hooks.notice)
-            self._tether_gate = tunnel.expose(listen(address, 0), self._tethers.port)
-            port = self._tether_gate.port
+            self._keepalive_server = KeepAliveServer(
+                tunnel.locked_listener(), size, self._hooks.notice
+            )
+            self._keepalive_gate = tunnel.expose(listen(address, 0), self._keepalive_server.port)
+            port = self._keepalive_gate.port
         return Terms(self._server.port, port, run, uuid.uuid4().hex)
 
-    def _line_to_round(self, where: tuple[str, int]) -> Line:
-        return Line(*where, self._line_patience, self.door.tunnel)
+    def _connect_to_round(self, where: tuple[str, int]) -> StoreConnection:
+        return StoreConnection(*where, self._call_timeout, self.joiner.tunnel)
 
     def _from_here(self, address: str, port: int) -> tuple[str, int]:
-        """Where processes of this machine get to what node 0 serves there."""
-        tunnel = self.door.tunnel
+        """The address at which processes of this machine reach what node 0 serves there."""
+        tunnel = self.joiner.tunnel
         return (address, port) if tunnel is None else tunnel.reach(address, port)
 
-    def _meet_in_round(self, line: Line, node: int, size: int, asks: Callable[[], None]) -> None:
-        """Nobody is in before all are: whoever cannot reach the round's store is found out here."""
-        line.call(lambda store: store.set(f"here/{node}", "here"))
+    def _wait_for_all_in_round(
+        self, connection: StoreConnection, node: int, size: int, pause: Callable[[], None]
+    ) -> None:
+        """Wait until all nodes have reached the round's store, to find out here who cannot."""
+        connection.call(lambda store: store.set(f"here/{node}", "here"))
         keys = [f"here/{other}" for other in range(size)]
-        self.door.wait_until(
-            lambda: line.call(lambda store: store.check(keys)),
+        self.joiner.wait_until(
+            lambda: connection.call(lambda store: store.check(keys)),
             "all nodes to reach the store of the round",
-            asks,
+            pause,
         )
 
     def _begin(
         self,
-        book: Book,
+        records: RendezvousRecords,
         generation: int,
-        world: World,
+        world: Membership,
         node: int,
         terms: Terms,
-        line: Line,
+        connection: StoreConnection,
     ) -> RendezvousInfo:
         run, first = world.run, world.members[0]
         assert run is not None
-        current = Current(
+        current = CurrentWorld(
             world=terms.world,
             generation=generation,
             round=world.round,
@@ -339,35 +361,35 @@ class Meeting(Rounds):
             run=run,
         )
         left_before = self._left_before
-        self.door.world, self.door.world_id = world, current.world
-        self.door.run, self.door.round, self.door.node = run, world.round, node
-        self.mailbox.new_round(world.hosts, node)
+        self.joiner.world, self.joiner.world_id = world, current.world
+        self.joiner.run, self.joiner.round, self.joiner.node = run, world.round, node
+        self.forwarder.new_round(world.hosts, node)
         if node == 0:
-            book.write_current(current)
-            self.mailbox.write_pending()
-            self._tell_changes(world, left_before)
-        watch = self._watch = RoundWatch(
-            lambda: self._line_to_round((first.address, terms.port)),
-            line,
+            records.write_current(current)
+            self.forwarder.write_pending()
+            self._write_changes(world, left_before)
+        watch = self._watch = HeartbeatMonitor(
+            lambda: self._connect_to_round((first.address, terms.store_port)),
+            connection,
             node=node,
             hosts=world.hosts,
             timeout=self.settings.node_timeout,
-            mailbox=self.mailbox,
-            tethers=self._tethers,
+            forwarder=self.forwarder,
+            keepalive_server=self._keepalive_server,
             notice=self._hooks.notice,
         )
-        self._presence = Presence(
-            self.door.places,
-            book,
+        self._announcer = WorldAnnouncer(
+            self.joiner.endpoints,
+            records,
             current,
             is_main=node == 0,
-            has_room=len(world.members) < self.settings.most,
+            has_room=len(world.members) < self.settings.max_nodes,
             timeout=self.settings.node_timeout,
-            tell_waiting=lambda count: watch.say(heartbeats.WAITING, str(count)),
+            report_waiting=lambda count: watch.publish(heartbeats.WAITING, str(count)),
             notice=self._hooks.notice,
         )
-        self._agents_store = GuardedStore(
-            self._line_to_round((first.address, terms.port)),
+        self._agents_store = InterruptibleStore(
+            self._connect_to_round((first.address, terms.store_port)),
             lambda: None,
             self.settings.node_timeout,
             prefix="agent",
@@ -376,10 +398,10 @@ class Meeting(Rounds):
             self._agents_store,
             node,
             len(world.members),
-            RendezvousStoreInfo(*self._from_here(first.address, terms.port)),
+            RendezvousStoreInfo(*self._from_here(first.address, terms.store_port)),
         )
 
-    def _tell_changes(self, world: World, left_before: Mapping[str, str]) -> None:
+    def _write_changes(self, world: Membership, left_before: Mapping[str, str]) -> None:
         for identity, host in gone(world).items():
             reason = left_before.get(identity, "")
             known = reason in ("preempted", "ended")
@@ -390,25 +412,30 @@ class Meeting(Rounds):
     # ------------------------------------------------------------- ending a round
 
     def _end_round(self, reason: str) -> int:
-        """Say that we are done with the round; how many of it will meet again, we included."""
-        watch, presence, world = self._watch, self._presence, self.door.world
-        self._watch = self._presence = None
+        """Leave the round; returns how many of its nodes will form the next one, ours included."""
+        watch, announcer, world = self._watch, self._announcer, self.joiner.world
+        self._watch = self._announcer = None
         expected = 0
         if watch is not None and world is not None:
             watch.stop(reason)
             expected = watch.alive() + watch.waiting
             self._left_before = {world.members[i].id: why for i, why in watch.left.items()}
-        if presence is not None:
-            presence.stop()
-        for held in (self._agents_store, self._tether, self._tether_gate, self._tethers):
+        if announcer is not None:
+            announcer.stop()
+        for held in (
+            self._agents_store,
+            self._keepalive,
+            self._keepalive_gate,
+            self._keepalive_server,
+        ):
             if held is not None:
                 held.close()
-        self._tether = self._tethers = self._tether_gate = None
-        # The others may not have heard yet why the round is over: its store stays for one more.
+        self._keepalive = self._keepalive_server = self._keepalive_gate = None
+        # The others may not have read yet why the round is over: keep its store for one more round.
         self._close_server_before()
         self._server_before, self._server = self._server, None
-        if self.door.tunnel is not None and self._served_at is not None:
-            self.door.tunnel.forget(*self._served_at)
+        if self.joiner.tunnel is not None and self._served_at is not None:
+            self.joiner.tunnel.forget(*self._served_at)
         self._agents_store = self._served_at = None
         return expected
 
@@ -420,20 +447,20 @@ class Meeting(Rounds):
     def _close(self, reason: str) -> None:
         self._end_round(reason)
         self._close_server_before()
-        self.door.places.stop_serving()
-        if self.door.tunnel is not None:
-            self.door.tunnel.close()
+        self.joiner.endpoints.stop_serving()
+        if self.joiner.tunnel is not None:
+            self.joiner.tunnel.close()
 
     def _linger(self, reason: str) -> None:
         """Keep serving until the others are done with the round, or a moment has passed."""
         watch = self._watch
         if watch is None:
             return
-        watch.say(f"{heartbeats.LEFT}{self.door.node}", reason)
+        watch.publish(f"{heartbeats.LEFT}{self.joiner.node}", reason)
         deadline = time.monotonic() + _LINGER_SECONDS
         while time.monotonic() < deadline and not watch.others_are_gone():
             time.sleep(_POLL_SECONDS)
 
-    def _hang_up(self, book: Book | None) -> None:
-        if book is not None and self._presence is None:
-            book.line.close()
+    def _disconnect(self, records: RendezvousRecords | None) -> None:
+        if records is not None and self._announcer is None:
+            records.connection.close()
