@@ -25,13 +25,13 @@ from paceline.diagnose.hangs.verdict import judge
 from paceline.doctor.together import Card, Ways
 from paceline.errors import PacelineError
 from paceline.events import Event, EventLog, Note, StepDone
-from paceline.launch import telling, verdicts
 from paceline.launch.logs import LogName
 from paceline.launch.messages import BadMessage, decode
-from paceline.launch.policy import Decision, Ending
+from paceline.launch.outcome import WorldOutcome
 from paceline.launch.rendezvous import forwarding, heartbeats, membership
 from paceline.launch.rendezvous.records import CurrentWorld
 from paceline.launch.rendezvous.torch_state import JsonBackend, RendezvousNode, RendezvousState
+from paceline.launch.restart_policy import Decision, Ending
 from paceline.track.progress import Progress
 
 _TIMES = 8
@@ -107,14 +107,14 @@ def _member(text: bytes, box: Path) -> None:
     membership.different(*world.members[:2])
 
 
-def _verdict(text: bytes, box: Path) -> None:
-    verdict = verdicts.Verdict.from_json(text.decode(errors="replace"))
+def _outcome(text: bytes, box: Path) -> None:
+    outcome = WorldOutcome.from_json(text.decode(errors="replace"))
     log = EventLog(box / "run")
-    for event in telling.events(verdict):
+    for event in outcome.events():
         log.write(event)
         Progress().handle(event)
     log.close()
-    str(telling.error(verdict)), telling.restarting(verdict), verdict.orderly
+    str(outcome.to_error()), outcome.restart_notice(), outcome.orderly
 
 
 def _signs_of_life(text: bytes, box: Path) -> None:
@@ -199,9 +199,9 @@ def _sound_member() -> Any:
     )
 
 
-def _sound_verdict() -> Any:
+def _sound_outcome() -> Any:
     ending, decision = Ending("failure", "E: no", 3), Decision(True, 1.0, "failure", 1, 3)
-    return asdict(verdicts.Verdict(ending, decision, "alpha", 1, 1, "/logs/rank1.log", "report"))
+    return asdict(WorldOutcome(ending, decision, "alpha", 1, 1, "/logs/rank1.log", "report"))
 
 
 def _sound_report() -> Any:
@@ -250,7 +250,7 @@ _KINDS: dict[str, tuple[Callable[[], Any], Callable[[bytes, Path], None]]] = {
     "news": (_sound_news, _news),
     "log": (_sound_log, _news),
     "member": (_sound_member, _member),
-    "verdict": (_sound_verdict, _verdict),
+    "outcome": (_sound_outcome, _outcome),
     "life": (lambda: {"a": "b"}, _signs_of_life),
     "beat": (_sound_beat, _hang),
     "report": (_sound_report, _hang),

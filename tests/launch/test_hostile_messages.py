@@ -25,12 +25,13 @@ from paceline.diagnose.hangs.board import Board
 from paceline.diagnose.hangs.oversee import HangOverseer
 from paceline.diagnose.hangs.report import Beat, Report
 from paceline.events import Event, Note
-from paceline.launch import endurance
-from paceline.launch.endurance import Endurance
+from paceline.launch import background_errors
+from paceline.launch.background_errors import BackgroundErrors
+from paceline.launch.hang_watcher import StartedRanks
 from paceline.launch.listening import listen
 from paceline.launch.logs import LogName, node_folder
 from paceline.launch.messages import MOST_BYTES, BadMessage, decode, decode_number, encode
-from paceline.launch.overseer import Started
+from paceline.launch.outcome_store import OutcomeStore
 from paceline.launch.rendezvous import heartbeats
 from paceline.launch.rendezvous.forwarding import EventForwarder, ForwardedEvent, LogPiece, LogTail
 from paceline.launch.rendezvous.heartbeats import HeartbeatMonitor
@@ -39,7 +40,6 @@ from paceline.launch.rendezvous.membership import NodeMember, RunInfo
 from paceline.launch.rendezvous.stores import StoreConnection, serve
 from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder
-from paceline.launch.verdicts import Verdicts
 
 ODD = [
     b"",
@@ -148,7 +148,7 @@ def test_a_process_is_not_signalled_because_its_number_stands_in_a_store(tmp_pat
     try:
         board.post_beat(beat(0, victim.pid))
         board.ask()
-        started = Started({0: os.getpid()}, 2, 0, ["a"], "127.0.0.1", store.port, 0, tmp_path)
+        started = StartedRanks({0: os.getpid()}, 2, 0, ["a"], "127.0.0.1", store.port, 0, tmp_path)
         overseer.started(started)
         wait_for(lambda: board.answered(1, [0]), "the launcher to speak for its silent rank", 20)
         assert victim.poll() is None
@@ -247,18 +247,18 @@ def test_the_watch_over_nodes_survives_any_message_and_any_callback(
 
 def test_trouble_is_reported_once_a_minute_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(endurance.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(background_errors.time, "monotonic", lambda: now[0])
     said: list[str] = []
-    enduring = Endurance("the watch", said.append)
+    enduring = BackgroundErrors("the watch", said.append)
     for second in range(130):
         now[0] = second
-        with enduring.turn("reading"):
+        with enduring.reported("reading"):
             raise ValueError("odd\x1b[31m\nmore")
     assert [text.count("more like it") for text in said] == [0, 1, 1]
     assert said[1].startswith("reading: ValueError: odd\N{REPLACEMENT CHARACTER}[31m (and 59 more")
-    with pytest.raises(KeyError), enduring.turn(but=(KeyError,)):
+    with pytest.raises(KeyError), enduring.reported(but=(KeyError,)):
         raise KeyError("the caller's")
-    with pytest.raises(KeyboardInterrupt), enduring.turn():
+    with pytest.raises(KeyboardInterrupt), enduring.reported():
         raise KeyboardInterrupt
 
 
@@ -282,17 +282,17 @@ def test_connections_that_say_nothing_or_nonsense_do_not_disturb_the_tethers() -
         keepalive_server.close()
 
 
-def test_a_verdict_that_is_none_is_no_verdict() -> None:
+def test_an_outcome_that_is_none_is_no_outcome() -> None:
     store = serve("127.0.0.1", 0)
-    verdicts = Verdicts(store, 0, 2)
-    store.set("verdict", '{"ending": 5}')
-    verdicts.watch([0, 1])
+    outcomes = OutcomeStore(store, 0, 2)
+    store.set("outcome", '{"ending": 5}')
+    outcomes.watch([0, 1])
     store.set("done/1", "")
     try:
-        wait_for(lambda: 1 in verdicts._done, "what comes after it", 10)
-        assert verdicts.found() is None
+        wait_for(lambda: 1 in outcomes._done, "what comes after it", 10)
+        assert outcomes.outcome() is None
     finally:
-        verdicts.close()
+        outcomes.close()
 
 
 def test_odd_signs_of_life_are_left_out_and_the_rest_is_read() -> None:

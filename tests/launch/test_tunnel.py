@@ -21,6 +21,7 @@ from paceline.config.endpoints import endpoints
 from paceline.config.secrets import Secret
 from paceline.errors import ConfigError
 from paceline.launch import tunnel as module
+from paceline.launch.environment import SECRET, SECRET_FILE
 from paceline.launch.listening import listen
 from paceline.launch.loopback import peer_is_us
 from paceline.launch.rendezvous.stores import (
@@ -31,8 +32,6 @@ from paceline.launch.rendezvous.stores import (
     StoreUnreachable,
 )
 from paceline.launch.secret import (
-    FILE_VARIABLE,
-    VARIABLE,
     RunSecret,
     find_secret,
     keys_of,
@@ -61,8 +60,8 @@ def test_a_secret_is_made_for_its_owner_alone_and_found_again(
     found = find_secret(Secret(f"file:{path}"), {})
     assert found is not None
     assert found.value == text.encode()
-    assert find_secret(None, {FILE_VARIABLE: str(path)}) == found
-    assert find_secret(None, {VARIABLE: text}).value == found.value  # type: ignore[union-attr]
+    assert find_secret(None, {SECRET_FILE: str(path)}) == found
+    assert find_secret(None, {SECRET: text}).value == found.value  # type: ignore[union-attr]
     monkeypatch.setenv("MINE", text)
     assert find_secret(Secret("env:MINE"), {}).value == found.value  # type: ignore[union-attr]
     assert find_secret(None, {}) is None

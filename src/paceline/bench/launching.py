@@ -128,8 +128,9 @@ def measure(
     ``asked`` are the options that must be the same on all of them. Where it does not
     come to its end, ``so_far`` gets what had been written until then.
     """
-    from paceline.launch.local import LocalJob, launch
-    from paceline.launch.policy import Limits
+    from paceline.launch.job import LocalJob
+    from paceline.launch.local import launch
+    from paceline.launch.restart_policy import RestartLimits
 
     folder = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
     file = folder / "result.json"
@@ -142,7 +143,7 @@ def measure(
                     command=["-m", module, request, str(file)],
                     nproc=place.nproc,
                     log_dir=folder / "logs",
-                    limits=Limits(max_restarts=0, max_preemptions=0),
+                    limits=RestartLimits(max_restarts=0, max_preemptions=0),
                     grace=_GRACE,
                     output=progress,
                     notice=lambda text: None,  # about saving and restarts: nothing to do with us

@@ -57,7 +57,7 @@ class Joined:
             "env": self.env,
         }
         if config is not None:
-            options["places"] = places_for(config)
+            options["usable_ranks"] = usable_ranks_of(config)
             options["events_dir"] = self.run.path if self.shared or self.is_main else None
         return options
 
@@ -234,20 +234,20 @@ def asked_of(config: Mapping[str, Any], **more: str) -> dict[str, str]:
     return {**flat, "paceline's version": __version__, **more}
 
 
-def places_for(config: Config) -> Callable[[int], int]:
+def usable_ranks_of(config: Config) -> Callable[[int], int]:
     """How many ranks of a world the config's layout uses, by ``launch.shrink``; 0 is: wait."""
     from paceline.layout import Layout
     from paceline.layout.fitting import fit
 
     whole = Layout.parse(config.layout)
 
-    def places(ranks: int) -> int:
+    def usable_ranks(ranks: int) -> int:
         fitted = fit(whole, ranks)
         if fitted is None or (config.launch.shrink == "wait" and fitted != whole):
             return 0
         return fitted.world_size
 
-    return places
+    return usable_ranks
 
 
 def _listed(places: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from paceline.launch.endurance import Endurance, to_stderr
+from paceline.launch.background_errors import BackgroundErrors, to_stderr
 from paceline.launch.rendezvous.endpoints import RendezvousEndpoints
 from paceline.launch.rendezvous.heartbeats import beat_seconds
 from paceline.launch.rendezvous.records import CurrentWorld, RendezvousRecords
@@ -54,7 +54,7 @@ class WorldAnnouncer:
         self._endpoints, self._records, self._current = endpoints, records, current
         self._is_main, self._has_room, self._timeout = is_main, has_room, timeout
         self._report_waiting = report_waiting
-        self._endurance = Endurance("the watch over the rendezvous", notice)
+        self._errors = BackgroundErrors("the watch over the rendezvous", notice)
         self._waiting_nodes = WaitingNodes(timeout)
         self._reported = 0
         self._over_since: float | None = None
@@ -82,7 +82,7 @@ class WorldAnnouncer:
         beat = beat_seconds(self._timeout)
         while not self._stop.wait(beat):
             try:
-                with self._endurance.turn(but=(ConnectionError, KeyError)):
+                with self._errors.reported(but=(ConnectionError, KeyError)):
                     if self._disconnected:
                         self._find_again()
                     self._once()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.events import Event
-from paceline.launch.endurance import Endurance
+from paceline.launch.background_errors import BackgroundErrors
 from paceline.launch.logs import LogName, node_folder
 from paceline.launch.messages import BadMessage, check, decode, encode
 
@@ -69,7 +69,7 @@ class EventForwarder:
     ) -> None:
         self._write, self._keep_log = write, keep_log
         who = "the launcher"
-        self._endurance = Endurance(who) if notice is None else Endurance(who, notice)
+        self._errors = BackgroundErrors(who) if notice is None else BackgroundErrors(who, notice)
         self._hosts: list[str] = []
         self._node = 0
         self._pending: deque[tuple[str, Event]] = deque(maxlen=_KEPT)
@@ -115,13 +115,13 @@ class EventForwarder:
         if self._on_its_way:
             taken = connection.call(lambda store: store.add(_TAKEN, 0))
             self._on_its_way = [item for item in self._on_its_way if item[0] > taken]
-        with self._endurance.turn("sending logs to node 0", but=(ConnectionError, KeyError)):
+        with self._errors.reported("sending logs to node 0", but=(ConnectionError, KeyError)):
             self._send_logs(connection)
 
     def write_pending(self) -> None:
         """Write what is pending: this launcher is node 0 now."""
         while (first := self._first()) is not None:
-            with self._endurance.turn("writing an event"):
+            with self._errors.reported("writing an event"):
                 self._write_once(*first)
             with self._lock:
                 self._pending.popleft()
@@ -145,7 +145,7 @@ class EventForwarder:
             except KeyError:
                 text = None  # the sender died before it had written it
             if text is not None:
-                with self._endurance.turn("a forwarded message was left out"):
+                with self._errors.reported("a forwarded message was left out"):
                     self._deliver(text)
             connection.call(lambda store: store.add(_TAKEN, 1))
             self._taken = number

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.launch.endurance import Endurance, to_stderr
+from paceline.launch.background_errors import BackgroundErrors, to_stderr
 from paceline.launch.messages import decode, decode_number, decode_text
 from paceline.launch.rendezvous.forwarding import EventForwarder
 from paceline.launch.rendezvous.keepalive import KeepAliveServer
@@ -122,7 +122,7 @@ class HeartbeatMonitor:
         self._connect, self._connection = connect, connection
         self._node, self._hosts, self._timeout = node, list(hosts), timeout
         self._forwarder, self._keepalive_server = forwarder, keepalive_server
-        self._endurance = Endurance("the watch over the nodes", notice)
+        self._errors = BackgroundErrors("the watch over the nodes", notice)
         self._beats = HeartbeatTracker(len(hosts), node, timeout, time.monotonic())
         self._reached = time.monotonic()
         self._stop = threading.Event()
@@ -177,7 +177,7 @@ class HeartbeatMonitor:
         beat = beat_seconds(self._timeout)
         while True:
             last = self._stop.wait(beat)
-            with self._endurance.turn():
+            with self._errors.reported():
                 self._once()
             if last:
                 return
@@ -188,7 +188,7 @@ class HeartbeatMonitor:
             self._disconnected = False
             nodes = len(self._hosts)
             seen = self._connection.call(lambda store: beat_and_read(store, self._node, nodes))
-            with self._endurance.turn("exchanging events", but=(ConnectionError, KeyError)):
+            with self._errors.reported("exchanging events", but=(ConnectionError, KeyError)):
                 self._forwarder.exchange(self._connection, is_main=self._node == 0)
         except (ConnectionError, KeyError) as error:
             self._disconnected = True

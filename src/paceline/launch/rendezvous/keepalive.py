@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from paceline.launch.endurance import Endurance, to_stderr
+from paceline.launch.background_errors import BackgroundErrors, to_stderr
 
 _KEEP_ALIVE_SECONDS = 60
 _NAME_SECONDS = 10.0
@@ -30,7 +30,7 @@ class KeepAliveServer:
         self, server: socket.socket, nodes: int, notice: Callable[[str], None] = to_stderr
     ) -> None:
         self._nodes = nodes
-        self._endurance = Endurance("the watch over launcher connections", notice)
+        self._errors = BackgroundErrors("the watch over launcher connections", notice)
         self._server = server
         self.port = int(self._server.getsockname()[1])
         self.disconnected: set[int] = set()
@@ -56,7 +56,7 @@ class KeepAliveServer:
                     break
                 for peer in ready:
                     assert isinstance(peer, socket.socket)
-                    with self._endurance.turn():
+                    with self._errors.reported():
                         if peer is self._server:
                             self._accept(selector)
                         else:
