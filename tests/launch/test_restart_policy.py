@@ -8,18 +8,18 @@ import pytest
 
 from paceline import errors
 from paceline.errors import LaunchError
-from paceline.launch.policy import (
+from paceline.launch.restart_policy import (
     LONGEST_DELAY,
     PROGRESS_SECONDS,
     PROGRESS_STEPS,
     Ending,
     Kind,
-    Limits,
+    RestartLimits,
     decide,
     is_users_mistake,
 )
 
-LIMITS = Limits(max_restarts=3, backoff=2.0)
+LIMITS = RestartLimits(max_restarts=3, backoff=2.0)
 
 
 def failure(step: int | None, error: str = "", **more: object) -> Ending:
@@ -43,7 +43,7 @@ def test_restarts_in_a_row_are_counted_and_back_off() -> None:
 
 def test_the_delay_has_an_end() -> None:
     history = [failure(step) for step in range(90)]
-    delays = [decide(history[:n], Limits(max_restarts=200)).delay for n in range(1, 90)]
+    delays = [decide(history[:n], RestartLimits(max_restarts=200)).delay for n in range(1, 90)]
     assert delays[:4] == [0.0, 1.0, 2.0, 4.0]
     assert delays[-1] == max(delays) == LONGEST_DELAY
 
@@ -52,7 +52,7 @@ def test_failures_and_hangs_share_a_budget() -> None:
     hang = Ending("hang", "rank 1 is missing", step=20, moved=True)
     assert decide([failure(10), hang], LIMITS).used == 2
     assert decide([failure(10), hang], LIMITS).reason == "hang"
-    assert not decide([failure(10), hang], Limits(max_restarts=1)).restart
+    assert not decide([failure(10), hang], RestartLimits(max_restarts=1)).restart
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_rank_killed_from_outside_twice_at_a_step_is_no_pattern() -> None:
 @pytest.mark.parametrize("kind", ["node_lost", "node_joined"])
 def test_nodes_that_come_or_are_lost_cost_nothing(kind: Kind) -> None:
     history = [Ending(kind, "x", moved=False)] * 20
-    decision = decide(history, Limits(max_restarts=0))
+    decision = decide(history, RestartLimits(max_restarts=0))
     assert (decision.restart, decision.delay, decision.used, decision.budget) == (
         True,
         0.0,
@@ -149,9 +149,9 @@ def test_nodes_that_come_or_are_lost_cost_nothing(kind: Kind) -> None:
 
 def test_preemptions_have_a_budget_of_their_own() -> None:
     preempted = Ending("preemption", "b was told to leave", step=10, moved=True)
-    unlimited = decide([preempted] * 30, Limits(max_restarts=0))
+    unlimited = decide([preempted] * 30, RestartLimits(max_restarts=0))
     assert (unlimited.restart, unlimited.delay, unlimited.budget) == (True, 0.0, None)
-    two = Limits(max_restarts=0, max_preemptions=2)
+    two = RestartLimits(max_restarts=0, max_preemptions=2)
     assert decide([preempted] * 2, two) == dataclasses.replace(unlimited, used=2, budget=2)
     decision = decide([preempted] * 3, two)
     assert not decision.restart
@@ -170,7 +170,7 @@ def test_preemptions_without_any_movement_between_them_back_off() -> None:
 
 
 def test_no_restarts_at_all() -> None:
-    decision = decide([failure(10)], Limits(max_restarts=0))
+    decision = decide([failure(10)], RestartLimits(max_restarts=0))
     assert not decision.restart
     assert decision.reason == "launch.max_restarts is 0"
 
@@ -205,6 +205,6 @@ def test_users_mistakes_are_told_by_class(error: type[BaseException], mistake: b
 
 def test_limits_that_make_no_sense() -> None:
     with pytest.raises(LaunchError, match="backoff=-1 must be 0 or more"):
-        Limits(backoff=-1)
+        RestartLimits(backoff=-1)
     with pytest.raises(LaunchError, match="max_preemptions=-2 must be 0 or more"):
-        Limits(max_preemptions=-2)
+        RestartLimits(max_preemptions=-2)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 
-from paceline.launch import guard
-from paceline.launch.guard import Guard, end_groups, is_running, running_members
+from paceline.launch import process_reaper
+from paceline.launch.process_reaper import ProcessReaper, end_groups, is_running, running_members
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -20,15 +20,15 @@ time.sleep(600)
 
 KILLED_LAUNCHER = f"""
 import os, signal, subprocess, sys
-from paceline.launch import guard
-from paceline.launch.guard import Guard
-guard = Guard()
+from paceline.launch import process_reaper
+from paceline.launch.process_reaper import ProcessReaper
+reaper = ProcessReaper()
 rank = subprocess.Popen([sys.executable, "-S", "-c", {STUBBORN!r}], start_new_session=True,
                         stdout=subprocess.PIPE)
 rank.stdout.readline()
-guard.watch([rank.pid])
-guard.watch([2**22 + 1])
-guard.forget([2**22 + 1])
+reaper.watch([rank.pid])
+reaper.watch([2**22 + 1])
+reaper.forget([2**22 + 1])
 print(rank.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -61,7 +61,7 @@ def test_end_groups_ends_children_and_those_who_ignore_sigterm() -> None:
     end_groups([process.pid])  # nothing left: nothing to do
 
 
-def test_guard_ends_what_a_killed_launcher_leaves() -> None:
+def test_reaper_ends_what_a_killed_launcher_leaves() -> None:
     launcher = subprocess.run(
         [sys.executable, "-c", KILLED_LAUNCHER], stdout=subprocess.PIPE, check=False, timeout=60
     )
@@ -69,23 +69,23 @@ def test_guard_ends_what_a_killed_launcher_leaves() -> None:
     wait_until_gone(int(launcher.stdout))
 
 
-def test_guard_leaves_forgotten_groups_alone() -> None:
+def test_reaper_leaves_forgotten_groups_alone() -> None:
     process = stubborn_group()
-    guard = Guard()
-    guard.watch([process.pid])
-    guard.forget([process.pid])
-    guard.close()
+    reaper = ProcessReaper()
+    reaper.watch([process.pid])
+    reaper.forget([process.pid])
+    reaper.close()
     assert len(running_members([process.pid])) == 2
     end_groups([process.pid], patience=0.0)
     process.wait()
     wait_until_gone(process.pid)
 
 
-def test_guard_hears_what_a_launcher_said_before_the_guard_was_up() -> None:
-    """A launcher may die before the interpreter of its guard has started."""
+def test_reaper_hears_what_a_launcher_said_before_it_was_up() -> None:
+    """A launcher may die before the interpreter of its reaper has started."""
     process = stubborn_group()
     told = subprocess.run(
-        [sys.executable, "-I", "-S", guard.__file__, "1"],  # not its parent: dead, to the guard
+        [sys.executable, "-I", "-S", process_reaper.__file__, "1"],  # not its parent: dead, to it
         input=f"+{process.pid}\n".encode(),
         check=False,
         timeout=60,

@@ -1,9 +1,9 @@
-"""A connection that each launcher keeps to that of node 0, and that says one thing: it broke.
+"""A connection that each launcher keeps open to that of node 0. It carries nothing: it may break.
 
-The kernel closes the connections of a process that is killed, so that node 0 knows at once of a
-launcher that died; signs of life alone would leave it to the node timeout. A break is a hint, not a
-proof (a firewall may have dropped the connection): :class:`~paceline.launch.liveness.Beats` then
-has less patience with that node. Of a machine that lost its power, nothing is heard.
+The kernel closes the connections of a process that is killed, so node 0 knows at once of a launcher
+that died; with heartbeats alone it would wait for the node timeout. A broken connection is a hint,
+not a proof (a firewall may have dropped it): the heartbeats of that node then get a shorter
+timeout. A machine that loses its power closes nothing.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ import threading
 import time
 from collections.abc import Callable
 
-from paceline.launch.endurance import Endurance, to_stderr
+from paceline.launch.background_errors import BackgroundErrors, to_stderr
 
 _KEEP_ALIVE_SECONDS = 60
 _NAME_SECONDS = 10.0
 _PAUSE_SECONDS = 0.2
 _MOST_UNNAMED = 64
-"""Connections that have not said which node they are; more of them are a stranger's."""
+"""Connections that have not sent their node number; any more of them are not ours."""
 
 
-class Tethers:
-    """Node 0's end, at a socket that listens: which of ``nodes`` nodes have hung up."""
+class KeepAliveServer:
+    """Node 0's end: accepts the connections of ``nodes`` nodes, and notes which of them broke."""
 
     def __init__(
         self, server: socket.socket, nodes: int, notice: Callable[[str], None] = to_stderr
     ) -> None:
         self._nodes = nodes
-        self._endurance = Endurance("the watch over connections of launchers", notice)
+        self._errors = BackgroundErrors("the watch over launcher connections", notice)
         self._server = server
         self.port = int(self._server.getsockname()[1])
-        self.hung_up: set[int] = set()
+        self.disconnected: set[int] = set()
         self._closing, self._closed = socket.socketpair()
-        self._thread = threading.Thread(target=self._listen, name="paceline-tethers", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="paceline-keepalive", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Let go of all nodes."""
+        """Close all connections."""
         self._closing.close()
         self._thread.join()
 
@@ -56,7 +56,7 @@ class Tethers:
                     break
                 for peer in ready:
                     assert isinstance(peer, socket.socket)
-                    with self._endurance.turn():
+                    with self._errors.reported():
                         if peer is self._server:
                             self._accept(selector)
                         else:
@@ -76,7 +76,7 @@ class Tethers:
         selector.register(peer, selectors.EVENT_READ)
 
     def _hear(self, peer: socket.socket, selector: selectors.BaseSelector) -> None:
-        """A node says which one it is, in four bytes, and then nothing more until it is gone."""
+        """A node sends its number, in four bytes, and then nothing more until it is gone."""
         try:
             said = peer.recv(4)
         except OSError:
@@ -90,10 +90,10 @@ class Tethers:
         self._drop(peer, selector)
         # A second connection of the same node (after a firewall dropped the first) speaks for it.
         if gone is not None and gone not in self._named.values():
-            self.hung_up |= {gone}
+            self.disconnected |= {gone}
 
     def _drop_unnamed(self, selector: selectors.BaseSelector) -> None:
-        """Let go of connections that do not say who they are: in time, and of too many."""
+        """Drop connections that do not send their number in time, and the oldest of too many."""
         overdue = time.monotonic() - _NAME_SECONDS
         late = [peer for peer, since in self._unnamed.items() if since < overdue]
         for peer in late or list(self._unnamed)[:-_MOST_UNNAMED]:
@@ -106,8 +106,8 @@ class Tethers:
         self._unnamed.pop(peer, None)
 
 
-class Tether:
-    """A node's end, held for as long as it is part of the round."""
+class KeepAliveConnection:
+    """A node's end, open for as long as it is part of the round."""
 
     def __init__(self, address: str, port: int, node: int, timeout: float) -> None:
         self._socket = socket.create_connection((address, port), timeout=timeout)
@@ -118,5 +118,5 @@ class Tether:
         self._socket.sendall(node.to_bytes(4, "big"))
 
     def close(self) -> None:
-        """Let go."""
+        """Close the connection."""
         self._socket.close()

@@ -1,4 +1,4 @@
-"""The ranks of this node in one world: started together, ended together."""
+"""The worker group of this node: its ranks in one world, started together, ended together."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ import signal
 import threading
 import time
 
-from paceline.launch import codes, guard, rank_environment
+from paceline.launch import exit_codes, process_reaper
+from paceline.launch.environment import RankAssignment, rank_variables
 from paceline.launch.failure import RankExit, how_it_ended
 from paceline.launch.logs import RankLogs
 from paceline.launch.processes import RankProcess, Starter
-from paceline.launch.rank_environment import Place
 
-# Peers of a failed rank notice by themselves, mostly, and their account of it is worth having.
+# Peers of a failed rank mostly notice by themselves, and their error reports are worth having.
 _NOTICE_SECONDS = 0.1
 
 
-class Crew:
-    """The processes of some ranks. One thread starts and ends them; any may signal or kill."""
+class LocalWorkerGroup:
+    """The rank processes of this node. One thread starts and ends them; any may signal or kill."""
 
-    def __init__(self, starter: Starter, logs: RankLogs, keeper: guard.Guard) -> None:
+    def __init__(
+        self, starter: Starter, logs: RankLogs, reaper: process_reaper.ProcessReaper
+    ) -> None:
         self._starter = starter
         self._logs = logs
-        self._guard = keeper
+        self._reaper = reaper
         self._processes: dict[int, RankProcess] = {}
 
-    def start(self, place: Place) -> None:
+    def start(self, assignment: RankAssignment) -> None:
         """Start the ranks of this node."""
         self._processes = {}
-        for rank in place.ranks:
-            env = rank_environment.variables(place, rank, self._logs)
+        for rank in assignment.ranks:
+            env = rank_variables(assignment, rank, self._logs)
             # A new dict each time: another thread may be looking at the old one.
             self._processes = {**self._processes, rank: self._starter.start(rank, env)}
 
@@ -40,13 +42,13 @@ class Crew:
 
     @property
     def exit_codes(self) -> dict[int, int]:
-        """How those have left that have left, by rank."""
+        """The exit codes of the ranks that have left, by rank."""
         found = {rank: process.exit_code for rank, process in self._processes.items()}
         return {rank: code for rank, code in found.items() if code is not None}
 
     @property
     def is_done(self) -> bool:
-        """Whether all have left with success; so it is for a crew of nobody."""
+        """Whether all have left with success; true as well for a group without ranks."""
         return all(process.exit_code == 0 for process in self._processes.values())
 
     def send(self, signum: signal.Signals) -> None:
@@ -56,7 +58,7 @@ class Crew:
 
     def kill(self) -> None:
         """Kill every rank and what it started, now."""
-        guard.signal_groups(self.pids.values(), signal.SIGKILL)
+        process_reaper.signal_groups(self.pids.values(), signal.SIGKILL)
 
     def kill_those_that_raised(self, seconds: float) -> None:
         """Kill ranks that reported an error over ``seconds`` ago and are still there."""
@@ -79,7 +81,7 @@ class Crew:
         return all(process.ended is not None for process in self._processes.values())
 
     def end_after_failure(self, seconds: float) -> None:
-        """One has failed: the others may leave by themselves, are told to, and killed."""
+        """One has failed: let the others leave by themselves, then ask them to, then kill them."""
         if self.wait(_NOTICE_SECONDS):
             return
         self.send(signal.SIGTERM)
@@ -90,11 +92,11 @@ class Crew:
             self.wait(threading.TIMEOUT_MAX)
 
     def failures(self) -> list[RankExit]:
-        """How those ended that failed; not those that saved and left because they were asked to."""
+        """How the failed ranks ended; not those that saved and left because they were asked to."""
         ended = {
             rank: process
             for rank, process in self._processes.items()
-            if process.exit_code not in (0, None, *codes.SAVED_AND_LEFT)
+            if process.exit_code not in (0, None, *exit_codes.SAVED_AND_LEFT)
             or self._logs.error_file(rank).exists()
         }
         first_end = min((p.ended or 0.0 for p in ended.values()), default=0.0)
@@ -115,15 +117,15 @@ class Crew:
         """The ranks that have left with success."""
         return [rank for rank, code in self.exit_codes.items() if code == 0]
 
-    def disband(self) -> None:
-        """Kill who is still there, and end whatever the ranks have left behind."""
+    def end(self) -> None:
+        """Kill the ranks that still run, and end whatever processes they have left behind."""
         groups = list(self.pids.values())
         for process in self._processes.values():
             if process.ended is None:
                 process.kill()
         self.wait(threading.TIMEOUT_MAX)
-        guard.end_groups(groups)
-        self._guard.forget(groups)
+        process_reaper.end_groups(groups)
+        self._reaper.forget(groups)
         for process in self._processes.values():
             process.collect()
         self._processes = {}

@@ -18,7 +18,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 
 from paceline.launch.messages import decode, encode
-from paceline.launch.rendezvous_state import JsonBackend, Node, State, from_torch, to_torch
+from paceline.launch.rendezvous.torch_state import (
+    JsonBackend,
+    RendezvousNode,
+    RendezvousState,
+    from_torch,
+    to_torch,
+)
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 
@@ -35,16 +41,16 @@ def example() -> Any:
 
 def test_the_private_state_of_torch_is_what_it_was_in_2_13() -> None:
     """Fails with a torch whose rendezvous has another state: then adapt rendezvous_state.py."""
-    kept = {field.name for field in dataclasses.fields(State)}
+    kept = {field.name for field in dataclasses.fields(RendezvousState)}
     assert set(vars(torchs._RendezvousState())) == kept, torch.__version__
-    known = {field.name for field in dataclasses.fields(Node)}
+    known = {field.name for field in dataclasses.fields(RendezvousNode)}
     assert {field.name for field in dataclasses.fields(torchs._NodeDesc)} == known
     assert set(typing.get_type_hints(torchs._RendezvousState)) == kept
 
 
 def test_a_state_comes_back_as_it_was() -> None:
     state = example()
-    again = to_torch(decode(State, encode(from_torch(state))))
+    again = to_torch(decode(RendezvousState, encode(from_torch(state))))
     assert vars(again) == vars(state)
     fresh = torchs._RendezvousState()
     assert vars(to_torch(from_torch(fresh))) == vars(fresh)

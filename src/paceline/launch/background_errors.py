@@ -1,7 +1,8 @@
-"""Threads that others rely on must not end because of one odd message or one failing callback.
+"""Errors in background threads, reported without ending the thread.
 
-Each turn of such a thread runs under an :class:`Endurance`: what the turn raises is reported, not
-more often than once a minute for each kind, and the thread goes on.
+Threads that others rely on must not end because of one odd message or one failing callback. Each
+turn of such a thread runs under :meth:`BackgroundErrors.reported`: what it raises is reported, at
+most once a minute for each kind, and the thread goes on.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 
 REPORT_SECONDS = 60.0
-"""How often one kind of trouble is reported at most."""
-_KINDS = 100  # told apart; a stranger who makes up new ones is not to fill the memory
+"""Each kind of error is reported at most once in this time."""
+_KINDS = 100  # kept apart; an attacker who makes up new ones must not fill the memory
 
 
 def to_stderr(message: str) -> None:
@@ -22,29 +23,31 @@ def to_stderr(message: str) -> None:
     print(f"paceline: {message}", file=sys.stderr, flush=True)
 
 
-class Endurance:
-    """Survives what goes wrong in the turns of one thread, and reports it now and then.
+class BackgroundErrors:
+    """Reports what goes wrong in one thread, and keeps the thread going.
 
-    ``who`` is what the thread does, in words. ``report`` may fail as well: that is survived, too.
+    ``who`` is what the thread does, in words. ``show`` gets each report; it may fail as well.
     """
 
-    def __init__(self, who: str, report: Callable[[str], None] = to_stderr) -> None:
-        self._who, self._report = who, report
+    def __init__(self, who: str, show: Callable[[str], None] = to_stderr) -> None:
+        self._who, self._show = who, show
         self._lock = threading.Lock()
         self._reported: dict[str, float] = {}
         self._unreported: dict[str, int] = {}
 
     @contextlib.contextmanager
-    def turn(self, doing: str = "", *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """One turn, or one part of it; exceptions of ``but`` are the caller's business."""
+    def reported(
+        self, doing: str = "", *, but: tuple[type[BaseException], ...] = ()
+    ) -> Iterator[None]:
+        """Report what the block raises, and go on; exceptions of ``but`` are passed on."""
         try:
             yield
         except but:
             raise
         except Exception as error:
-            self.survived(error, doing)
+            self.report(error, doing)
 
-    def survived(self, error: BaseException, doing: str = "") -> None:
+    def report(self, error: BaseException, doing: str = "") -> None:
         """Report an exception, unless one of its kind was reported a moment ago."""
         kind = f"{doing}: {type(error).__name__}"
         now = time.monotonic()
@@ -60,7 +63,7 @@ class Endurance:
         again = f" (and {more} more like it)" if more else ""
         text = f"{what}{type(error).__name__}: {_printable(error)}{again}; {self._who} goes on"
         with contextlib.suppress(Exception):
-            self._report(text)
+            self._show(text)
 
 
 def _printable(error: BaseException) -> str:

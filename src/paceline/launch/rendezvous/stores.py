@@ -1,12 +1,12 @@
-"""Connections to the stores through which launchers meet, made to end in time.
+"""Connections to the stores of a rendezvous, made so that every call ends in time.
 
 A call to torch's ``TCPStore`` over a link that was cut without a word returns when the link is
 back, whatever its timeout says (torch 2.11 to 2.13, measured: get, add, check and compare_set
 alike). A launcher must not hang on that, so each connection lives in a thread of its own, and a
-:class:`Line` gives up on it when an answer is overdue. The thread is then left behind: nothing can
-wake it but the link or the end of the process.
+:class:`StoreConnection` gives up on it when an answer is overdue. The thread is then left behind:
+nothing can wake it but the link or the end of the process.
 
-Imports torch at the top, so it is itself imported only when launchers are about to meet.
+Imports torch at the top, so it is itself imported only when a rendezvous is about to start.
 """
 
 from __future__ import annotations
@@ -30,54 +30,54 @@ from paceline.launch.tunnel import Gate, Tunnel, WrongSecret
 T = TypeVar("T")
 
 IDENTITY = "store"
-"""The key under which a meeting store says which one it is: a restarted one is another."""
+"""The key of a rendezvous store's id: a store that is restarted has another."""
 
 _POLL_SECONDS = 0.1
 _Job = tuple[Callable[[Any], Any], "Future[Any]"]
 
 
-class LineLost(ConnectionError, RuntimeError):
+class StoreUnreachable(ConnectionError, RuntimeError):
     """A store could not be reached, or did not answer in time.
 
     A ``RuntimeError`` like all of torch's errors of a store, for those who use one.
     """
 
 
-class LineRefused(LineLost):
-    """The machine answers, and says that nobody listens there: whoever served the store is gone."""
+class StoreRefused(StoreUnreachable):
+    """The machine answers that nobody listens there: whoever served the store is gone."""
 
 
-class StrangerThere(LineLost):
+class ForeignStore(StoreUnreachable):
     """Somebody listens there who does not have our secret."""
 
 
-class Line:
+class StoreConnection:
     """A connection to the store at ``host:port``; every call ends within ``patience`` seconds.
 
-    Once a call was lost the line is dead, and every further call fails at once. With a ``tunnel``
-    it leads through that, to a store which is served with the same secret.
+    Once a call has failed the connection is dead, and every further call fails at once. With a
+    ``tunnel`` it goes through that, to a store which is served with the same secret.
     """
 
     def __init__(self, host: str, port: int, patience: float, tunnel: Tunnel | None = None) -> None:
         self.host, self.port, self.patience = host, port, patience
         self._tunnel = tunnel
-        self.own_address, self.peer_address = _knock(host, port, patience, tunnel)
+        self.own_address, self.peer_address = _probe(host, port, patience, tunnel)
         self._where = (host, port) if tunnel is None else tunnel.reach(host, port)
         self._lock = threading.Lock()
         self._dead: str | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._work, name=f"line-{host}:{port}", daemon=True)
+        thread = threading.Thread(target=self._work, name=f"store-{host}:{port}", daemon=True)
         thread.start()
-        self.call(lambda store: store.set("knock", "knock"))
+        self.call(lambda store: store.set("probe", "probe"))
 
     def call(self, operation: Callable[[Store], T]) -> T:
-        """What ``operation`` returns for the store; raises :class:`LineLost` when it is overdue.
+        """Return ``operation(store)``; raises :class:`StoreUnreachable` when it is overdue.
 
         A key that is not there raises ``KeyError`` after ``patience`` seconds.
         """
         with self._lock:
             if self._dead is not None:
-                raise LineLost(self._dead)
+                raise StoreUnreachable(self._dead)
             future: Future[T] = Future()
             self._jobs.put((operation, future))
             try:
@@ -90,16 +90,16 @@ class Line:
             except RuntimeError as error:
                 self._dead = f"{self.host}:{self.port}: {str(error).splitlines()[0]}"
             self._jobs.put(None)
-            raise LineLost(self._dead)
+            raise StoreUnreachable(self._dead)
 
-    def another(self) -> Line:
-        """A line of its own to the same store."""
-        return Line(self.host, self.port, self.patience, self._tunnel)
+    def another(self) -> StoreConnection:
+        """A new connection to the same store."""
+        return StoreConnection(self.host, self.port, self.patience, self._tunnel)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         with self._lock:
-            self._dead = self._dead or f"{self.host}:{self.port}: hung up"
+            self._dead = self._dead or f"{self.host}:{self.port}: closed"
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -120,8 +120,8 @@ class Line:
             del job, operation, future  # what they hold is not for this thread to keep
 
 
-class GuardedStore(Store):
-    """A store for torch's rendezvous over a :class:`Line`, so that its calls end in time, too.
+class InterruptibleStore(Store):
+    """A store for torch's rendezvous over a :class:`StoreConnection`: its calls end in time, too.
 
     ``pause`` is called before every operation and while one waits for a key: what it raises ends
     the operation. All keys are under ``prefix``: torch's own ``PrefixStore`` would not keep this
@@ -129,25 +129,29 @@ class GuardedStore(Store):
     """
 
     def __init__(
-        self, line: Line, pause: Callable[[], None], key_patience: float, prefix: str = ""
+        self,
+        connection: StoreConnection,
+        pause: Callable[[], None],
+        key_patience: float,
+        prefix: str = "",
     ) -> None:
         super().__init__()
-        self._line, self._pause, self._key_patience = line, pause, key_patience
+        self._connection, self._pause, self._key_patience = connection, pause, key_patience
         self._prefix = f"{prefix}/" if prefix else ""
-        self._clones: list[GuardedStore] = []
+        self._clones: list[InterruptibleStore] = []
 
-    def clone(self) -> GuardedStore:
-        """The same store over a line of its own."""
-        copy = GuardedStore(self._line.another(), self._pause, self._key_patience)
+    def clone(self) -> InterruptibleStore:
+        """The same store over a connection of its own."""
+        copy = InterruptibleStore(self._connection.another(), self._pause, self._key_patience)
         copy._prefix = self._prefix
         self._clones.append(copy)
         return copy
 
     def close(self) -> None:
-        """Hang up, and so do all clones."""
+        """Close the connection, and those of all clones."""
         for copy in self._clones:
             copy.close()
-        self._line.close()
+        self._connection.close()
 
     def get(self, key: str) -> bytes:
         """The value of ``key``, waited for."""
@@ -155,33 +159,33 @@ class GuardedStore(Store):
         deadline = time.monotonic() + self._key_patience
         while True:
             self._pause()
-            if self._line.call(lambda store: store.check([full])):
-                return bytes(self._line.call(lambda store: store.get(full)))
+            if self._connection.call(lambda store: store.check([full])):
+                return bytes(self._connection.call(lambda store: store.get(full)))
             if time.monotonic() > deadline:
-                raise LineLost(f"no {key} after {self._key_patience:g} s")
+                raise StoreUnreachable(f"no {key} after {self._key_patience:g} s")
             time.sleep(_POLL_SECONDS)
 
     def set(self, key: str, value: str) -> None:
         """Give ``key`` a value."""
         self._pause()
-        self._line.call(lambda store: store.set(self._prefix + key, value))
+        self._connection.call(lambda store: store.set(self._prefix + key, value))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Give ``key`` a value if it has the expected one; returns what it has then."""
         self._pause()
         full = self._prefix + key
-        return bytes(self._line.call(lambda s: s.compare_set(full, expected, desired)))
+        return bytes(self._connection.call(lambda s: s.compare_set(full, expected, desired)))
 
     def add(self, key: str, amount: int) -> int:
         """Count ``key`` up; returns what it is then."""
         self._pause()
-        return int(self._line.call(lambda store: store.add(self._prefix + key, amount)))
+        return int(self._connection.call(lambda store: store.add(self._prefix + key, amount)))
 
     def check(self, keys: list[str]) -> bool:
         """Whether all ``keys`` are there."""
         self._pause()
         full = [self._prefix + key for key in keys]
-        return bool(self._line.call(lambda store: store.check(full)))
+        return bool(self._connection.call(lambda store: store.check(full)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for all ``keys``."""
@@ -204,14 +208,14 @@ class GuardedStore(Store):
     def delete_key(self, key: str) -> bool:
         """Forget a key."""
         self._pause()
-        return bool(self._line.call(lambda store: store.delete_key(self._prefix + key)))
+        return bool(self._connection.call(lambda store: store.delete_key(self._prefix + key)))
 
 
 def serve(host: str, port: int) -> TCPStore:
     """Host a store on this machine for as long as the object lives; port 0 is any free one.
 
     It listens as :func:`listen` does, where torch by itself would listen at every address of the
-    machine. Raises :class:`LineLost` where the port is taken.
+    machine. Raises :class:`StoreUnreachable` where the port is taken.
     """
     listener = _listen(host, port)
     # The store connects to itself: at loopback, where it listens at all addresses.
@@ -226,7 +230,7 @@ def serve(host: str, port: int) -> TCPStore:
             master_listen_fd=listener.detach(),
         )
     except RuntimeError as error:
-        raise LineLost(f"{host}:{port}: {str(error).splitlines()[0]}") from error
+        raise StoreUnreachable(f"{host}:{port}: {str(error).splitlines()[0]}") from error
 
 
 class ServedStore:
@@ -263,8 +267,8 @@ class ServedStore:
         del self.store
 
 
-def serve_meeting(host: str, port: int, tunnel: Tunnel | None = None) -> ServedStore:
-    """Host a meeting store, with a name by which launchers know whether it is still the same."""
+def serve_rendezvous(host: str, port: int, tunnel: Tunnel | None = None) -> ServedStore:
+    """Serve a rendezvous store, with an id by which launchers know whether it is still the same."""
     served = ServedStore(host, port, tunnel)
     served.store.set(IDENTITY, uuid.uuid4().hex)
     return served
@@ -274,30 +278,30 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return listen(host, port)
     except OSError as error:
-        raise LineLost(error.strerror or str(error)) from error
+        raise StoreUnreachable(error.strerror or str(error)) from error
 
 
-def reach(endpoint: Endpoint, patience: float, tunnel: Tunnel | None = None) -> Line:
-    """A line to the meeting store at ``endpoint``; :class:`LineLost` when there is none."""
-    line = Line(endpoint.host, endpoint.port, patience, tunnel)
+def reach(endpoint: Endpoint, patience: float, tunnel: Tunnel | None = None) -> StoreConnection:
+    """Connect to the rendezvous store at ``endpoint``, or raise :class:`StoreUnreachable`."""
+    connection = StoreConnection(endpoint.host, endpoint.port, patience, tunnel)
     try:
-        line.call(lambda store: store.get(IDENTITY))
+        connection.call(lambda store: store.get(IDENTITY))
     except KeyError:
-        line.close()
-        raise LineLost(f"{endpoint} is no meeting place") from None
-    return line
+        connection.close()
+        raise StoreUnreachable(f"{endpoint} is no rendezvous") from None
+    return connection
 
 
-def _knock(host: str, port: int, patience: float, tunnel: Tunnel | None) -> tuple[str, str]:
-    """Whether somebody listens there, in one try; our address on the way there, and theirs."""
+def _probe(host: str, port: int, patience: float, tunnel: Tunnel | None) -> tuple[str, str]:
+    """Try once whether somebody listens there; returns our address on the way there, and theirs."""
     try:
         if tunnel is not None:
-            return tunnel.knock(host, port, patience)
+            return tunnel.probe(host, port, patience)
         with socket.create_connection((host, port), timeout=patience) as probe:
             return str(probe.getsockname()[0]), str(probe.getpeername()[0])
     except ConnectionRefusedError as error:
-        raise LineRefused(f"{host}:{port}: nobody listens there") from error
+        raise StoreRefused(f"{host}:{port}: nobody listens there") from error
     except WrongSecret as error:
-        raise StrangerThere(str(error)) from error
+        raise ForeignStore(str(error)) from error
     except OSError as error:
-        raise LineLost(f"{host}:{port}: {error.strerror or error}") from error
+        raise StoreUnreachable(f"{host}:{port}: {error.strerror or error}") from error

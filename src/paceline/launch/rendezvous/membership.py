@@ -1,4 +1,7 @@
-"""What the launchers that meet tell each other, and what follows from it. Pure: no store here."""
+"""What launchers report of themselves when a world forms, and the membership that follows from it.
+
+Pure: no store here.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ _IDENTITY = re.compile(r"[0-9a-z]{1,64}")
 
 
 @dataclass(frozen=True)
-class Run:
-    """The run that launchers work on: its folder, and what tells it from every other run.
+class RunInfo:
+    """The run that launchers work on: its folder, and its unique identity.
 
-    ``identity`` becomes part of a file's name, so that it has letters and digits alone. ``path``
-    and ``places`` are what the launcher says that made the run: others compare them with the
-    folders that they were asked for themselves, and never write to another.
+    ``identity`` becomes part of a file's name, so it has letters and digits only. ``path`` and
+    ``checkpoint_folders`` are what the launcher that made the run reports: others compare them
+    with the folders that they were asked for themselves, and never write to any other.
 
-    ``places`` are folders in which every machine must find the run's mark, because all of them
-    write checkpoints there. ``resume``: it goes on from what is there.
+    Every machine must find the run's mark in ``checkpoint_folders``, because all of them write
+    checkpoints there. ``resume``: the run continues from what is there.
     """
 
     path: str
     identity: str
-    places: tuple[str, ...] = ()
+    checkpoint_folders: tuple[str, ...] = ()
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -37,13 +40,13 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Member:
-    """What a launcher says of itself when a world forms.
+class NodeMember:
+    """What a launcher reports of itself when a world forms.
 
     ``asked`` is what it was asked to run, by key: all launchers must agree on it. ``round`` and
     ``node`` are the world it was last part of and its place there (-1: none), ``run`` what it
-    worked on then, ``peers`` the ids and hosts of that world. ``meeting_address`` is where it
-    reached the meeting place, ``hosts_meeting`` whether it serves it itself.
+    worked on then, ``peers`` the ids and hosts of that world. ``rendezvous_address`` is where it
+    reached the rendezvous store, ``serves_rendezvous`` whether it serves that itself.
     """
 
     id: str
@@ -54,27 +57,27 @@ class Member:
     asked: dict[str, str] = field(default_factory=dict)
     round: int = -1
     node: int = -1
-    run: Run | None = None
+    run: RunInfo | None = None
     peers: dict[str, str] = field(default_factory=dict)
-    meeting_address: str = ""
-    hosts_meeting: bool = False
+    rendezvous_address: str = ""
+    serves_rendezvous: bool = False
 
     def to_json(self) -> str:
         """The member as text."""
         return encode(self)
 
     @staticmethod
-    def from_json(text: str | bytes) -> Member:
+    def from_json(text: str | bytes) -> NodeMember:
         """A member from its text; raises ``BadMessage`` where it is none."""
-        return decode(Member, text)
+        return decode(NodeMember, text)
 
 
 @dataclass(frozen=True)
-class World:
-    """What follows for a world of these members: their order, the run, and the round's number."""
+class Membership:
+    """Who is in a world, in the order of node ranks, with the run and the round's number."""
 
-    members: tuple[Member, ...]
-    run: Run | None
+    members: tuple[NodeMember, ...]
+    run: RunInfo | None
     round: int
 
     @property
@@ -83,8 +86,8 @@ class World:
         return [member.host for member in self.members]
 
 
-def agree(members: Sequence[Member]) -> World:
-    """The world that ``members`` form; every one of them comes to the same result.
+def agree(members: Sequence[NodeMember]) -> Membership:
+    """The membership of the world that ``members`` form; each of them comes to the same result.
 
     Those of the latest world keep their order, so that node 0, which writes the run's events,
     stays node 0 for as long as it lives; newcomers follow in the order they came. The run is that
@@ -92,10 +95,10 @@ def agree(members: Sequence[Member]) -> World:
     """
     ordered = sorted(members, key=lambda m: (-m.round, m.node, m.arrival, m.id))
     first = ordered[0]
-    return World(tuple(_with_addresses(ordered)), first.run, first.round + 1)
+    return Membership(tuple(_with_addresses(ordered)), first.run, first.round + 1)
 
 
-def different(member: Member, first: Member) -> str:
+def different(member: NodeMember, first: NodeMember) -> str:
     """How what ``member`` was asked differs from what the run's first launcher was asked."""
     keys = sorted({*member.asked, *first.asked})
     parts = [
@@ -110,13 +113,13 @@ def different(member: Member, first: Member) -> str:
     )
 
 
-def gone(world: World) -> dict[str, str]:
+def gone(world: Membership) -> dict[str, str]:
     """The members of the world before that are not part of this one: their hosts by id."""
     here = {member.id for member in world.members}
     return {i: host for i, host in world.members[0].peers.items() if i not in here}
 
 
-def joined(world: World) -> list[str]:
+def joined(world: Membership) -> list[str]:
     """The hosts of members that a world which had formed before gets in addition."""
     first = world.members[0]
     if first.round < 0:
@@ -124,25 +127,27 @@ def joined(world: World) -> list[str]:
     return [member.host for member in world.members if member.id not in first.peers]
 
 
-def _with_addresses(members: Sequence[Member]) -> list[Member]:
+def _with_addresses(members: Sequence[NodeMember]) -> list[NodeMember]:
     """Each member with an address that the others can reach.
 
-    The machine that serves the meeting may reach itself by a loopback address (many have their own
-    name there in /etc/hosts): then it is where the others have found it.
+    The machine that serves the rendezvous may reach itself by a loopback address (many have their
+    own name there in /etc/hosts): then its address is where the others have found it.
     """
     if all(is_loopback(member.address) for member in members):
         return list(members)  # several launchers on one machine
-    known = next((m.meeting_address for m in members if not is_loopback(m.meeting_address)), None)
+    known = next(
+        (m.rendezvous_address for m in members if not is_loopback(m.rendezvous_address)), None
+    )
     found = []
     for member in members:
         if not is_loopback(member.address):
             found.append(member)
-        elif member.hosts_meeting and known is not None:
+        elif member.serves_rendezvous and known is not None:
             found.append(dataclasses.replace(member, address=known))
         else:
             raise LaunchError(
-                f"{member.host} reaches the meeting place at the loopback address "
-                f"{member.address}, where other machines cannot reach it. Name the meeting place "
+                f"{member.host} reaches the rendezvous at the loopback address "
+                f"{member.address}, where other machines cannot reach it. Name the rendezvous "
                 "by an address of its network: --rdzv ADDRESS:PORT."
             )
     return found

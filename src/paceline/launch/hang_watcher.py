@@ -1,6 +1,6 @@
-"""Who watches the ranks of a launch for hangs, as the launcher sees it.
+"""The interface between the launcher and what watches its ranks for hangs.
 
-The agent calls an :class:`Overseer`; ``paceline.diagnose`` has one. No torch here.
+The agent calls a :class:`HangWatcher`; ``paceline.diagnose`` implements one. No torch here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Literal, Protocol
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedRanks:
     """The ranks of a world that have just been started.
 
     ``ranks`` maps the global ranks of this node to their process ids; it is empty on a node whose
-    ranks all stand by. ``address`` and ``port`` are those of the round store. ``round`` counts the
+    ranks are all idle. ``address`` and ``port`` are those of the round store. ``round`` counts the
     worlds of this launch, from 0. ``scratch`` is a folder for files of this world
     alone, gone when the launch is.
     """
@@ -31,10 +31,10 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Stuck:
-    """The ranks stand still for so long that something must be done about it.
+class DetectedHang:
+    """The ranks have made no progress for so long that something must be done about it.
 
-    ``ranks`` are those to blame, ``step`` the last one done (``None`` where nobody knows).
+    ``ranks`` are those to blame, ``step`` the last one done (``None`` if not known).
     """
 
     action: Literal["restart", "stop"]
@@ -43,13 +43,13 @@ class Stuck:
     step: int | None = None
 
 
-class Overseer(Protocol):
+class HangWatcher(Protocol):
     """Watches the ranks of this node. All calls come from one thread and must return at once."""
 
-    def started(self, world: Started) -> None:
+    def started(self, world: StartedRanks) -> None:
         """The ranks have been started."""
 
-    def look(self) -> Stuck | None:
+    def look(self) -> DetectedHang | None:
         """Called several times a second while they run: whether they are stuck."""
 
     def ended(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.events import EventLog, Note, StepDone
-from paceline.launch.steps import StepsDone
+from paceline.launch.run_progress import RunProgress
 
 
 def step(number: int) -> StepDone:
@@ -13,7 +13,7 @@ def step(number: int) -> StepDone:
 
 
 def test_steps_of_the_world_and_of_the_run(tmp_path: Path) -> None:
-    steps = StepsDone(tmp_path)
+    steps = RunProgress(tmp_path)
     assert (steps.last(), steps.moved()) == (None, None), "nothing is written yet"
     log = EventLog(tmp_path)
     log.write(Note(message="starting"))
@@ -36,7 +36,7 @@ def test_a_step_far_from_the_end_is_found(tmp_path: Path) -> None:
     for _ in range(400):
         log.write(Note(message="x" * 500))
     log.close()
-    assert StepsDone(tmp_path).last() == 7
+    assert RunProgress(tmp_path).last() == 7
 
 
 def test_a_line_cut_short_by_a_kill_is_no_step(tmp_path: Path) -> None:
@@ -45,10 +45,10 @@ def test_a_line_cut_short_by_a_kill_is_no_step(tmp_path: Path) -> None:
     log.close()
     with open(log.path, "a") as file:
         file.write(step(8).to_json()[:40])
-    assert StepsDone(tmp_path).last() == 7
+    assert RunProgress(tmp_path).last() == 7
 
 
 def test_without_events_nobody_can_tell() -> None:
-    steps = StepsDone(None)
+    steps = RunProgress(None)
     steps.mark()
     assert (steps.last(), steps.moved()) == (None, None)

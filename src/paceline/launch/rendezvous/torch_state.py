@@ -7,7 +7,7 @@ that torch's handler wants to see is made in this process, of what was checked.
 This is the one file that knows the private classes of
 ``torch.distributed.elastic.rendezvous.dynamic_rendezvous``; a test says when they change.
 
-Imports torch at the top, so it is itself imported only when launchers are about to meet.
+Imports torch at the top, so it is itself imported only when a rendezvous is about to start.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Number = Annotated[int, Field(ge=0, le=2**62)]
 
 
 @dataclass(frozen=True)
-class Node:
+class RendezvousNode:
     """A launcher, as torch's rendezvous knows it."""
 
     addr: Annotated[str, Field(max_length=1000)]
@@ -48,22 +48,24 @@ class Node:
 
 
 @dataclass(frozen=True)
-class State:
-    """The rendezvous: who takes part with which number, who waits, who was last heard of when."""
+class RendezvousState:
+    """Torch's rendezvous state: participants and their ranks, who waits, the last heartbeats."""
 
     round: Number
     complete: bool
     deadline: Microseconds | None
     closed: bool
-    participants: Annotated[list[tuple[Node, Number]], Field(max_length=_MOST_NODES)]
-    wait_list: Annotated[list[Node], Field(max_length=_MOST_NODES)]
-    redundancy_list: Annotated[list[Node], Field(max_length=_MOST_NODES)]
-    last_heartbeats: Annotated[list[tuple[Node, Microseconds]], Field(max_length=_MOST_NODES)]
+    participants: Annotated[list[tuple[RendezvousNode, Number]], Field(max_length=_MOST_NODES)]
+    wait_list: Annotated[list[RendezvousNode], Field(max_length=_MOST_NODES)]
+    redundancy_list: Annotated[list[RendezvousNode], Field(max_length=_MOST_NODES)]
+    last_heartbeats: Annotated[
+        list[tuple[RendezvousNode, Microseconds]], Field(max_length=_MOST_NODES)
+    ]
 
 
-def from_torch(state: Any) -> State:
+def from_torch(state: Any) -> RendezvousState:
     """What is written down of torch's state; in one order, so that equal states are equal text."""
-    return State(
+    return RendezvousState(
         round=state.round,
         complete=state.complete,
         deadline=None if state.deadline is None else _microseconds(state.deadline),
@@ -75,7 +77,7 @@ def from_torch(state: Any) -> State:
     )
 
 
-def to_torch(state: State) -> Any:
+def to_torch(state: RendezvousState) -> Any:
     """Torch's state, made of what was written down."""
     made = _RendezvousState()
     made.round, made.complete, made.closed = state.round, state.complete, state.closed
@@ -123,9 +125,9 @@ class JsonBackend(RendezvousBackend):
         if text == _NOTHING.encode():
             return None
         try:
-            return pickle.dumps(to_torch(decode(State, text))), text
+            return pickle.dumps(to_torch(decode(RendezvousState, text))), text
         except BadMessage as error:
-            self._notice(f"what stood at the meeting place was not a rendezvous: {error}")
+            self._notice(f"what stood in the rendezvous store was not a rendezvous: {error}")
             self._ask(lambda: self._store.set(self._key, _NOTHING))
             return None
 
@@ -133,14 +135,14 @@ class JsonBackend(RendezvousBackend):
         try:
             return request()
         except (ValueError, RuntimeError, TimeoutError) as error:
-            raise RendezvousConnectionError("the meeting place does not answer") from error
+            raise RendezvousConnectionError("the rendezvous store does not answer") from error
 
 
-def _node(node: Any) -> Node:
-    return Node(node.addr, node.pid, node.local_id)
+def _node(node: Any) -> RendezvousNode:
+    return RendezvousNode(node.addr, node.pid, node.local_id)
 
 
-def _desc(node: Node) -> Any:
+def _desc(node: RendezvousNode) -> Any:
     return _NodeDesc(node.addr, node.pid, node.local_id)
 
 

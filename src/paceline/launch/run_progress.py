@@ -9,7 +9,7 @@ from paceline.events import FILE_NAME, Event, StepDone
 _BLOCK = 1 << 16
 
 
-class StepsDone:
+class RunProgress:
     """The steps in the events of a run, since :meth:`mark` and overall.
 
     Without a folder, or before the run has written anything, nothing is known.

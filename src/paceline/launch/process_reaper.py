@@ -1,9 +1,9 @@
-"""Seeing to it that nothing a launch started outlives it.
+"""Making sure that nothing a launch started outlives it.
 
 Each rank leads a process group of its own; what it starts in turn (loader workers, say) is in that
 group. :func:`end_groups` ends whatever is left of such groups. A launcher that is killed outright
-cannot call it, so :class:`Guard` starts this file as a small process of its own, which does it in
-the launcher's stead. The file needs nothing but the standard library and starts in milliseconds.
+cannot call it, so :class:`ProcessReaper` starts this file as a small process of its own, which does
+it instead. The file needs nothing but the standard library and starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def end_groups(groups: Iterable[int], patience: float = PATIENCE_SECONDS) -> Non
     signal_groups(groups, signal.SIGKILL)
 
 
-class Guard:
+class ProcessReaper:
     """A process that ends the watched groups when this process is gone without having done so."""
 
     def __init__(self) -> None:
@@ -78,28 +78,28 @@ class Guard:
 
     def watch(self, groups: Iterable[int]) -> None:
         """End these process groups if this process dies."""
-        self._tell("+", groups)
+        self._send("+", groups)
 
     def forget(self, groups: Iterable[int]) -> None:
         """These groups are gone."""
-        self._tell("-", groups)
+        self._send("-", groups)
 
     def close(self) -> None:
-        """Send the guard home."""
+        """End the reaper process; nothing is watched any more."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
 
-    def _tell(self, sign: str, groups: Iterable[int]) -> None:
+    def _send(self, sign: str, groups: Iterable[int]) -> None:
         assert self._process.stdin is not None
-        # Someone killed the guard: the launch goes on without its safety net.
+        # Someone killed the reaper: the launch goes on without its safety net.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("".join(f"{sign}{g}\n" for g in groups).encode())
             self._process.stdin.flush()
 
 
-def _keep_guard(launcher: int) -> None:
+def _reap_after(launcher: int) -> None:
     """Read groups from stdin until the launcher closes it or dies; then end those left."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -147,4 +147,4 @@ def _posix_processes() -> list[tuple[int, int, str]]:
 
 
 if __name__ == "__main__":
-    _keep_guard(int(sys.argv[1]))
+    _reap_after(int(sys.argv[1]))

@@ -1,6 +1,6 @@
-"""Where launchers meet: each world they form is a round, with a store of its own.
+"""What the agent needs of a rendezvous, and the rendezvous of a single machine.
 
-:class:`Rounds` is what the agent asks of it, :class:`LocalRendezvous` the one of a single machine.
+Each world that launchers form is a round, with a store of its own.
 
 Imports torch at the top, so it is itself imported only when ranks are about to start.
 """
@@ -20,23 +20,23 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from paceline.events import Event
-from paceline.launch.stores import serve
+from paceline.launch.rendezvous.stores import serve
 
 _ADDRESS = "127.0.0.1"  # a name would have to be looked up
 
 
 class WaitingStopped(RendezvousError):
-    """:meth:`Rounds.stop_waiting` ended a :meth:`Rounds.next_rendezvous` that waited for nodes."""
+    """``stop_waiting`` ended a ``next_rendezvous`` that waited for nodes."""
 
 
-class Rounds(RendezvousHandler):
-    """Torch's rendezvous handler, and what else a launcher must hear from and tell the others.
+class LauncherRendezvous(RendezvousHandler):
+    """Torch's rendezvous handler, and what else launchers exchange with each other.
 
     ``next_rendezvous`` returns the store of the round, fresh for each one and hosted by the
     launcher of node 0: its address and port are what ranks get as ``MASTER_ADDR`` and
-    ``MASTER_PORT``, and the launchers of a round leave each other messages in it, under the prefix
+    ``MASTER_PORT``, and the launchers of a round exchange messages in it, under the prefix
     of the store that is returned. It raises ``RendezvousClosedError``, whose text says who closed
-    the meeting and why; ``RendezvousTimeoutError`` when too few nodes came; ``WaitingStopped``.
+    the run and why; ``RendezvousTimeoutError`` when too few nodes came; ``WaitingStopped``.
 
     Unless said otherwise, methods are called by the agent's thread and must return at once.
     """
@@ -44,7 +44,7 @@ class Rounds(RendezvousHandler):
     use_agent_store = True  # ranks use the store that a launcher hosts; none of them hosts one
 
     patience: float = 0.0
-    """Seconds after which :meth:`lost` has told of a node that is gone, if one is."""
+    """Seconds after which :meth:`lost` has reported a node that is gone, if one is."""
 
     @property
     @abc.abstractmethod
@@ -55,28 +55,28 @@ class Rounds(RendezvousHandler):
     def lost(self) -> str | None:
         """Why the current round cannot go on, ``None`` while it can.
 
-        A node gave no sign of life for too long (its ranks are gone: ours are killed and the rest
-        meets again), or somebody closed the meeting: then ``is_closed()`` is true, our ranks may
+        A node sent no heartbeat for too long (its ranks are gone: ours are killed and the rest
+        forms a new world), or somebody closed the run: then ``is_closed()`` is true, our ranks may
         save and leave, and the run is over.
         """
 
     @abc.abstractmethod
     def post(self, event: Event) -> None:
-        """Have an event written into the run's, by the one launcher that writes them."""
+        """Add an event to the run's, written by the one launcher that writes them."""
 
     @abc.abstractmethod
     def leave(self, reason: str) -> None:
         """This node leaves for good, the others go on: called once its ranks are gone.
 
         ``reason`` is ``preempted`` or ``ended``, as in :class:`~paceline.events.NodeLeft`. May
-        take some seconds; an unreachable meeting is no error.
+        take some seconds; an unreachable rendezvous is no error.
         """
 
     @abc.abstractmethod
     def close_for_all(self, reason: str) -> None:
         """The run is over on every node; ``reason`` is what the others get to read.
 
-        May take some seconds; an unreachable meeting is no error.
+        May take some seconds; an unreachable rendezvous is no error.
         """
 
     @abc.abstractmethod
@@ -84,8 +84,8 @@ class Rounds(RendezvousHandler):
         """End a ``next_rendezvous`` that waits, now or later. Called by another thread."""
 
 
-class LocalRendezvous(Rounds):
-    """The meeting place of the ranks of one machine: a new store for every start.
+class LocalRendezvous(LauncherRendezvous):
+    """The rendezvous of the ranks of one machine: a new store for every start.
 
     Torch's c10d rendezvous keeps one store over restarts, in which restarted Gloo ranks may find
     the addresses of their predecessors, and then wait for the dead (torch 2.11 to 2.13; a test
@@ -106,8 +106,8 @@ class LocalRendezvous(Rounds):
     def next_rendezvous(self) -> RendezvousInfo:
         """Node 0 of 1."""
         store = serve(_ADDRESS, 0)
-        meeting_place = RendezvousStoreInfo(_ADDRESS, store.port)
-        return RendezvousInfo(PrefixStore("agent", store), 0, 1, meeting_place)
+        store_info = RendezvousStoreInfo(_ADDRESS, store.port)
+        return RendezvousInfo(PrefixStore("agent", store), 0, 1, store_info)
 
     def num_nodes_waiting(self) -> int:
         """No other machine ever asks to join."""
@@ -137,7 +137,7 @@ class LocalRendezvous(Rounds):
         return "local"
 
     def get_run_id(self) -> str:
-        """What tells this launch from every other."""
+        """A unique id of the launch."""
         return self._run_id
 
     def is_closed(self) -> bool:

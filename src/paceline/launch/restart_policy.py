@@ -83,7 +83,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RestartLimits:
     """How often, and how fast, a run is started again; the keys of the same names in ``launch``."""
 
     max_restarts: int = 0
@@ -114,7 +114,7 @@ class Decision:
     would_recur: bool = False
 
 
-def decide(history: Sequence[Ending], limits: Limits) -> Decision:
+def decide(history: Sequence[Ending], limits: RestartLimits) -> Decision:
     """What follows the last of these endings, by the rules at the top of this file."""
     last = history[-1]
     if last.kind in ("node_lost", "node_joined"):
@@ -138,7 +138,7 @@ def is_users_mistake(types: Iterable[str]) -> bool:
     return not _MISTAKES.isdisjoint(types)
 
 
-def _after_preemption(history: Sequence[Ending], limits: Limits) -> Decision:
+def _after_preemption(history: Sequence[Ending], limits: RestartLimits) -> Decision:
     used = sum(ending.kind == "preemption" for ending in history)
     budget = limits.max_preemptions
     if budget is not None and used > budget:
