@@ -15,9 +15,9 @@ from paceline.bench.wire_request import Wish
 from paceline.config import Config
 from paceline.data import Loader, loader
 from paceline.engine import Engine, StepResult
-from paceline.engine.late import LAG
-from paceline.engine.traffic import plain_bytes
 from paceline.layout import Layout
+from paceline.sync.late_numbers import LAG
+from paceline.sync.traffic import plain_bytes
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.run import engine_options, make_loss, make_model, make_optimizer
 from paceline.world import World, collectives

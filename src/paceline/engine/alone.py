@@ -11,13 +11,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.engine import nonfinite
 from paceline.engine.checks import check_depends_on_parameters
+from paceline.engine.microbatches import Sums
 from paceline.engine.nonfinite import Problem
-from paceline.engine.passes import Sums
 from paceline.engine.result import Numbers, StepResult
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
-    from paceline.engine.local import Rounds
+    from paceline.sync.local_sgd import Rounds
 
 
 def step_alone(engine: Engine, rounds: Rounds, batch: Any, started: float) -> StepResult:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.engine import nonfinite, peers
+from paceline.engine import nonfinite
+from paceline.engine import same_batches as peers
 from paceline.engine.alone import step_alone
 from paceline.engine.arguments import check_arguments
 from paceline.engine.batch import move, placeholder
@@ -27,10 +28,20 @@ from paceline.engine.checks import (
     rules_on_frozen,
 )
 from paceline.engine.gradients import Gradients
-from paceline.engine.local import Rounds
+from paceline.engine.initial_weights import (
+    check_copies_are_equal,
+    check_initial_weights,
+    check_not_spread,
+    make_values,
+    mark_as_spread,
+    start_from_one_model,
+    start_from_one_optimizer,
+)
 from paceline.engine.loss import LossFunction, LossModule
 from paceline.engine.memory import Memory, MemoryMeter
+from paceline.engine.microbatches import Evaluated, Passes, Sums
 from paceline.engine.nonfinite import Problem
+from paceline.engine.optimizer_groups import Groups
 from paceline.engine.options import (
     DEFAULTS,
     EngineOptions,
@@ -40,25 +51,11 @@ from paceline.engine.options import (
     local_steps_of,
     ways_of,
 )
-from paceline.engine.parts import Parts
-from paceline.engine.passes import Evaluated, Passes, Sums
 from paceline.engine.precision import Precision
-from paceline.engine.reducing import Reducing
-from paceline.engine.repoint import Groups
+from paceline.engine.rank_state import Parts
 from paceline.engine.result import Numbers, StepResult
-from paceline.engine.split import Clock
-from paceline.engine.starting import (
-    check_copies_are_equal,
-    check_initial_weights,
-    check_not_spread,
-    make_values,
-    mark_as_spread,
-    start_from_one_model,
-    start_from_one_optimizer,
-)
 from paceline.engine.state import State
-from paceline.engine.traffic import Traffic, traffic
-from paceline.engine.wiring import Wiring
+from paceline.engine.step_timing import Clock
 from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
@@ -68,6 +65,10 @@ from paceline.parallel.offload import offload_state
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.spread import Spread
 from paceline.parallel.term import Term
+from paceline.sync.averaging import Wiring
+from paceline.sync.local_sgd import Rounds
+from paceline.sync.reduction import Reducing
+from paceline.sync.traffic import Traffic, traffic
 from paceline.world import World, collectives
 
 # Ranks with different ones would not compute one step; most others would not even meet.
@@ -152,7 +153,7 @@ class Engine:
         self._same_batches = peers.SameBatches(self.layout, self.world)
         # Called each step with the finished gradients in place, before clipping and the update.
         self.observer: Callable[[Engine], None] | None = None
-        # Set by whoever wants to know where the time of the next steps goes; see engine/split.py.
+        # Set by whoever wants to know where the time of the next steps goes; see engine/step_timing.py.
         self.clock: Clock | None = None
         self._pulse = self.world.pulse
         self._unread: _Unread | None = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.engine import Engine
 from paceline.engine import engine as engine_module
 from paceline.engine.batch import batch_size
-from paceline.engine.passes import Passes
+from paceline.engine.microbatches import Passes
 from paceline.parallel import spread as spread_module
 from paceline.parallel.whole import cuts, local
 from paceline.prove.rehearsal import tied

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.engine import passes as passes_module
+from paceline.engine import microbatches as passes_module
 from paceline.engine.batch import batch_size, map_leaves
 from paceline.errors import DataError
 

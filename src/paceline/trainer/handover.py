@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.checkpoint.boxes import Box
 from paceline.data import Loader
 from paceline.engine.checks import load_schedule
-from paceline.engine.parts import MODEL, OBJECT, OPTIMIZER
+from paceline.engine.rank_state import MODEL, OBJECT, OPTIMIZER
 from paceline.parallel.meta import materialise
 
 if TYPE_CHECKING:

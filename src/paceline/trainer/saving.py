@@ -31,7 +31,7 @@ from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.sharded.saver import Outcome, Saver
 from paceline.data import Loader
 from paceline.engine import Engine
-from paceline.engine.parts import as_part, empty_for
+from paceline.engine.rank_state import as_part, empty_for
 from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError, TrainingError
 from paceline.events import Event, RestoreTried
 from paceline.trainer.options import Checkpointing

@@ -18,8 +18,8 @@ from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.finding import Which, find_checkpoint
 from paceline.checkpoint.weights.export import aliases_of, extra_of
 from paceline.engine import Engine
-from paceline.engine.parts import MODEL, as_part
-from paceline.engine.parts import OBJECT as ENGINE
+from paceline.engine.rank_state import MODEL, as_part
+from paceline.engine.rank_state import OBJECT as ENGINE
 from paceline.errors import CheckpointError, TrainingError
 from paceline.trainer.restoring import Opened, fill, together
 

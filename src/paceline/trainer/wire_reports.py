@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.engine import Engine
-from paceline.engine.traffic import LeftAlone, Traffic, left_alone, sent_in
 from paceline.events import Event, Note, WireUsed
+from paceline.sync.traffic import LeftAlone, Traffic, left_alone, sent_in
 from paceline.track.pace import plural, size
 from paceline.world import collectives
 

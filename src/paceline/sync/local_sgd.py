@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.compress.courier import Courier
-from paceline.compress.exchange import Exchange
-from paceline.compress.local_steps import Outer
-from paceline.compress.wire import Wire
-from paceline.engine.late import LateNumbers, LateQueue
 from paceline.engine.nonfinite import Problem
 from paceline.engine.result import Numbers
+from paceline.sync.compressed.exchange import Exchange
+from paceline.sync.courier import Courier
+from paceline.sync.late_numbers import LateNumbers, LateQueue
+from paceline.sync.outer_step import Outer
+from paceline.sync.wire import Wire
 from paceline.wire import LocalSteps
 from paceline.wire.local_steps import fragments_of
 from paceline.world import World

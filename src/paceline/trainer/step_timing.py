@@ -13,9 +13,9 @@ from torch import Tensor
 from paceline.diagnose.pulse import PHASES
 from paceline.diagnose.stragglers import Verdicts, find
 from paceline.engine import Engine
-from paceline.engine.late import LAG
-from paceline.engine.split import Clock, make_clock
+from paceline.engine.step_timing import Clock, make_clock
 from paceline.events import Event, StepSplit
+from paceline.sync.late_numbers import LAG
 from paceline.world import collectives
 
 SPLIT_STEPS = 5

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.compress.packing import pack_signs, unpack_signs
+from paceline.sync.compressed.packing import pack_signs, unpack_signs
 
 INT8_BLOCK = 1024
 SIGN_BLOCK = 128

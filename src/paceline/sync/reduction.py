@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from paceline.compress.hierarchy import Hierarchical, Levels, find_nodes
-from paceline.compress.timing import BackwardTimer, measure, measure_link
-from paceline.compress.wire import Wire
-from paceline.engine.wiring import Wiring, group_for_gradients
 from paceline.parallel.exchanging import sparse_embedding
 from paceline.parallel.spread import data_ranks
+from paceline.sync.averaging import Wiring, group_for_gradients
+from paceline.sync.hierarchical import Hierarchical, Levels, find_nodes
+from paceline.sync.link_timing import BackwardTimer, measure, measure_link
+from paceline.sync.wire import Wire
 from paceline.wire import Compression, Reduction
 from paceline.wire.buckets import DEFAULT_MIB, MIB, tune
 from paceline.wire.links import choose

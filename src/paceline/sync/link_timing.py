@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.compress.wire import Wire
+from paceline.sync.wire import Wire
 from paceline.wire.buckets import Gradient
 from paceline.wire.links import Choice, Link
 from paceline.world import World

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.compress.formats import Cast, Format, Plain, Trip, Turn
-from paceline.compress.wire import Wire
+from paceline.sync.compressed.formats import Cast, Format, Plain, Trip, Turn
+from paceline.sync.wire import Wire
 
 
 class Factored(NamedTuple):

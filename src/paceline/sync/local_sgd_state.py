@@ -17,11 +17,11 @@ from torch import Tensor
 
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
-from paceline.engine.local import Meeting, Rounds, difference
+from paceline.sync.local_sgd import Meeting, Rounds, difference
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
-    from paceline.engine.parts import Load, Saved
+    from paceline.engine.rank_state import Load, Saved
 
 OUTER = "outer"
 _OPTIMIZER = "optimizer/"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.compress.wire import Wire, ring_bytes
+from paceline.sync.wire import Wire, ring_bytes
 from paceline.wire.links import PIECE_BYTES
 from paceline.wire.topology import Topology
 from paceline.world import World, collectives

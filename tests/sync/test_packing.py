@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.compress import packing, quantise, sparse
+from paceline.sync.compressed import packing, quantise
+from paceline.sync.compressed import topk as sparse
 
 SIZES = [1, 7, 8, 1023, 1024, 1025, 65535, 65536, 65537, 200_001]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.compress import quantise
-from paceline.compress.formats import Sent, Trip, Turn
+from paceline.sync.compressed import quantise
+from paceline.sync.compressed.formats import Sent, Trip, Turn
 
 Pack = Callable[[Tensor], Tensor]
 Unpack = Callable[[Tensor, int, torch.dtype], Tensor]

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.compress.exchange import Exchange
-from paceline.compress.hierarchy import Hierarchical, Levels
-from paceline.compress.hook import Hook
-from paceline.compress.scatter import Cut, Scatter
-from paceline.compress.wire import Wire
 from paceline.layout import Layout
 from paceline.parallel.exchanging import UnitParameter
 from paceline.parallel.spread import data_ranks
 from paceline.parallel.whole import cuts
+from paceline.sync.compressed.ddp_hook import Hook
+from paceline.sync.compressed.exchange import Exchange
+from paceline.sync.compressed.scatter import Cut, Scatter
+from paceline.sync.hierarchical import Hierarchical, Levels
+from paceline.sync.wire import Wire
 from paceline.wire import Compression
 from paceline.world import World
 from paceline.world.group import backend_by_device

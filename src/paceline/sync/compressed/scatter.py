@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.compress.exchange import Exchange
-from paceline.compress.formats import Format, Turn
-from paceline.compress.powersgd import PowerSGD
-from paceline.compress.wire import ring_bytes
+from paceline.sync.compressed.exchange import Exchange
+from paceline.sync.compressed.formats import Format, Turn
+from paceline.sync.compressed.powersgd import PowerSGD
+from paceline.sync.wire import ring_bytes
 from paceline.wire import Form
 
 

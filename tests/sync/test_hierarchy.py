@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import paceline
-from paceline.compress.exchange import Exchange
-from paceline.compress.hierarchy import Hierarchical, Levels, find_nodes
-from paceline.compress.wire import Wire
 from paceline.data import share
 from paceline.errors import LayoutError
+from paceline.sync.compressed.exchange import Exchange
+from paceline.sync.hierarchical import Hierarchical, Levels, find_nodes
+from paceline.sync.wire import Wire
 from paceline.wire import Compression
 from paceline.wire.links import PIECE_BYTES
 from paceline.wire.topology import Topology

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.compress.exchange import Exchange
-from paceline.compress.formats import Turn
-from paceline.compress.powersgd import PowerSGD
-from paceline.compress.wire import Wire
+from paceline.sync.compressed.exchange import Exchange
+from paceline.sync.compressed.formats import Turn
+from paceline.sync.compressed.powersgd import PowerSGD
+from paceline.sync.wire import Wire
 from paceline.wire import Compression
 from paceline.world import World
 

@@ -22,7 +22,7 @@ from paceline.parallel.whole import held_runs, local, part_of
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
-    from paceline.engine.parts import Load, Saved
+    from paceline.engine.rank_state import Load, Saved
 
 PREFIX = "compress/"
 _KEPT, _RIGHT = "kept", "right"

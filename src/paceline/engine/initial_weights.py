@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from paceline.engine.repoint import Held
+from paceline.engine.optimizer_groups import Held
 from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel.meta import Init, materialise

@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-
-import paceline
-from engine.local_cases import (
+from sync.local_cases import (
     CASES,
     EXACT,
     STEPS,
@@ -28,6 +24,10 @@ from engine.local_cases import (
     weights,
     wide_engine,
 )
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
 from paceline.errors import LayoutError, NonFiniteError, TrainingError
 
 

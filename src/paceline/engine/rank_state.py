@@ -17,10 +17,10 @@ from paceline.checkpoint.boxes import boxes_of
 from paceline.checkpoint.manifest import Manifest, TensorEntry
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
 from paceline.engine.checks import another_model, check_optimizer_state, load_schedule
-from paceline.engine.local_parts import LocalParts
-from paceline.engine.repoint import install
-from paceline.engine.wire_parts import WireParts
+from paceline.engine.optimizer_groups import install
 from paceline.parallel.whole import held_runs, local
+from paceline.sync.compressed.state import WireParts
+from paceline.sync.local_sgd_state import LocalParts
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

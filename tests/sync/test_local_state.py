@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-
-import paceline
-from engine.local_cases import (
+from sync.local_cases import (
     EXACT,
     RESUMED,
     everything,
@@ -19,6 +15,10 @@ from engine.local_cases import (
     sgd,
     wide_engine,
 )
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
 
 
 @pytest.mark.parametrize("name", RESUMED)

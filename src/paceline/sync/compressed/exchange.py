@@ -2,7 +2,7 @@
 
 Everything here happens in one thread, bucket after bucket in the same order on every rank; each
 bucket is exchanged by straight code that waits for its messages. On a CPU that thread is a
-:class:`~paceline.compress.courier.Courier` beside the backward.
+:class:`~paceline.sync.courier.Courier` beside the backward.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.compress.formats import HALF, Cast, Drawn, Format, Largest, Plain, Trip, Turn
-from paceline.compress.powersgd import PowerSGD
-from paceline.compress.quantised import Quantised, int8, signs
-from paceline.compress.wire import Wire, ring_bytes
+from paceline.sync.compressed.formats import HALF, Cast, Drawn, Format, Largest, Plain, Trip, Turn
+from paceline.sync.compressed.powersgd import PowerSGD
+from paceline.sync.compressed.quantised import Quantised, int8, signs
+from paceline.sync.wire import Wire, ring_bytes
 from paceline.wire import Compression, Form
 
 _NO_FORM = Form("none")

@@ -15,13 +15,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.compress import sparse
-from paceline.compress.packing import (
+from paceline.sync.compressed import topk as sparse
+from paceline.sync.compressed.packing import (
     pack_positions,
     packed_positions_size,
     unpack_positions,
 )
-from paceline.compress.wire import Wire
+from paceline.sync.wire import Wire
 
 _MIX = 1_000_003
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
