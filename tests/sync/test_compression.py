@@ -11,6 +11,7 @@ from torch import nn
 import paceline
 from paceline import Layout
 from paceline.data import share
+from paceline.engine.internals import internals_of
 from paceline.models.gpt import GPT, token_cross_entropy
 
 SAMPLES = 13  # shares of it are uneven on any number of ranks
@@ -98,12 +99,13 @@ def test_fp16_scaling_does_not_reach_what_is_left_behind(ranks: Any, form: str) 
 
     def job(form: str, scale: float) -> Any:
         engine = make_engine("dp=3", precision="fp16", compress=form, clip_norm=None)
-        assert engine._precision.scaler is not None
-        state = engine._precision.scaler.state_dict()
-        engine._precision.scaler.load_state_dict({**state, "scale": scale})
+        assert internals_of(engine).context.precision.scaler is not None
+        state = internals_of(engine).context.precision.scaler.state_dict()
+        internals_of(engine).context.precision.scaler.load_state_dict({**state, "scale": scale})
         skipped = [engine.step(own_share(batch, engine.layout)).skipped for batch in batches(14)]
-        assert engine.wiring is not None
-        return skipped, engine.wiring.exchange.memory.residuals, engine.whole_parameters()
+        averaging = internals_of(engine).sync.averaging
+        assert averaging is not None
+        return skipped, averaging.exchange.memory.residuals, engine.whole_parameters()
 
     calm, overflowing = ranks(job, form, 2.0**8), ranks(job, form, 2.0**27)
     assert not any(calm[0][0])
@@ -169,7 +171,8 @@ def test_a_resumed_run_is_equal_to_the_bit(
                 for batch in data[engine.steps_done : stop]:
                     engine.step(own_share(batch, engine.layout))
                 checkpoints.save()
-        return engine.whole_parameters(), engine.wiring.exchange.memory
+        averaging = internals_of(engine).sync.averaging
+        return engine.whole_parameters(), averaging.exchange.memory
 
     size = Layout.parse(layout).world_size
     straight = ranks(job, form, layout, str(tmp_path / "straight"), [6], world_size=size)
@@ -200,8 +203,9 @@ def test_another_world_carries_over_what_was_left(
                 engine.step(own_share(batch, engine.layout))
             if steps:
                 checkpoints.save()
-        if engine._spread is None:
-            engine._spread_out(own_share(batches(1)[0], engine.layout))
+        inside = internals_of(engine)
+        if not inside.replica.is_spread:
+            inside.context.spreading.spread(own_share(batches(1)[0], engine.layout))
         return engine.state_dict()["compress"]
 
     sizes = [Layout.parse(layout).world_size for layout in (before, after)]
@@ -232,8 +236,9 @@ def test_rules_and_small_tensors(ranks: Any) -> None:
         compress = at_once("topk:0.01", rules={"blocks.0.*": "none"}, smallest=512)
         engine = make_engine("dp=2", compress=compress)
         engine.step(own_share(batches(1)[0], engine.layout))
-        assert engine.wiring is not None
-        return sorted(engine.wiring.exchange.memory.residuals), {
+        averaging = internals_of(engine).sync.averaging
+        assert averaging is not None
+        return sorted(averaging.exchange.memory.residuals), {
             name: p.numel() for name, p in engine.model.named_parameters() if p.ndim > 1
         }
 
@@ -248,8 +253,9 @@ def test_embeddings_are_left_alone_unless_asked_for(ranks: Any) -> None:
     def job(asked: bool) -> Any:
         engine = make_engine("dp=2", compress=at_once("topk:0.01", smallest=64, embeddings=asked))
         engine.step(own_share(batches(1)[0], engine.layout))
-        assert engine.wiring is not None
-        return set(engine.wiring.exchange.memory.residuals)
+        averaging = internals_of(engine).sync.averaging
+        assert averaging is not None
+        return set(averaging.exchange.memory.residuals)
 
     assert ranks(job, True)[0] - ranks(job, False)[0] == {"tokens.weight", "positions.weight"}
 
@@ -269,8 +275,9 @@ def test_bytes_are_those_of_the_form(ranks: Any) -> None:
             compress=at_once(form),
         )
         engine.step((torch.randn(2, 1024), torch.randn(2, 1024)))
-        assert engine.wiring is not None
-        return engine.wiring.exchange.wire.sent
+        averaging = internals_of(engine).sync.averaging
+        assert averaging is not None
+        return averaging.exchange.wire.sent
 
     count = 1024 * 1024
     assert ranks(job, "fp16")[0] == 2 * count
@@ -306,8 +313,9 @@ def test_parameters_that_nobody_uses_keep_what_they_have(ranks: Any) -> None:
             layout="dp=2",
             compress=at_once("topk:0.1", smallest=0),
         )
-        assert engine.wiring is not None
-        residuals = engine.wiring.exchange.memory.residuals
+        averaging = internals_of(engine).sync.averaging
+        assert averaging is not None
+        residuals = averaging.exchange.memory.residuals
         seen = []
         for both in (True, False, True):
             model.both = both
@@ -341,9 +349,10 @@ def test_frozen_parameters_do_not_disturb(ranks: Any) -> None:
 def test_a_skipped_step_leaves_everything_as_it_was(ranks: Any) -> None:
     def job() -> Any:
         engine = make_engine("dp=2", compress="randomk:0.1", nonfinite="skip")
-        assert engine.wiring is not None
+        averaging = internals_of(engine).sync.averaging
+        assert averaging is not None
         engine.step(own_share(batches(1)[0], engine.layout))
-        before = {n: r.clone() for n, r in engine.wiring.exchange.memory.residuals.items()}
+        before = {n: r.clone() for n, r in averaging.exchange.memory.residuals.items()}
         # One element of one gradient on one rank, which is hardly ever the one that is drawn.
         weight = engine.model.get_parameter("blocks.1.attention.qkv.weight")
 
@@ -356,7 +365,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(ranks: Any) -> None:
         handle = weight.register_hook(spoil)
         result = engine.step(own_share(batches(2)[1], engine.layout))
         handle.remove()
-        after = engine.wiring.exchange.memory.residuals
+        after = averaging.exchange.memory.residuals
         torch.testing.assert_close(dict(after), before, rtol=0, atol=0)
         return result.skipped
 

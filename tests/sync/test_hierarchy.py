@@ -10,9 +10,11 @@ import torch
 
 import paceline
 from paceline.data import share
+from paceline.engine.internals import internals_of
 from paceline.errors import LayoutError
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.hierarchical import Hierarchical, Levels, find_nodes
+from paceline.sync.plain import PlainSync
 from paceline.sync.wire import Wire
 from paceline.wire import Compression
 from paceline.wire.links import PIECE_BYTES
@@ -202,11 +204,12 @@ def train(nodes: Any, layout: str, state: Any, steps: int, options: Any) -> Any:
         engine.load_state_dict(state)
     for step in range(engine.steps_done, engine.steps_done + steps):
         engine.step(batch_of(step, engine.place.dp, engine.layout.dp))
-    used = (engine.reducing.hierarchical, engine.reducing.bucket_mib)
+    sync = internals_of(engine).sync
+    assert isinstance(sync, PlainSync)
+    used = (sync.reduction.hierarchical, sync.reduction.bucket_mib)
     told = engine.take_notes()
     state = engine.state_dict()
-    if engine.wiring is not None:
-        engine.wiring.close()
+    sync.close()
     world.close()
     return state, used, told
 

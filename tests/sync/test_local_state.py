@@ -6,6 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+from paceline.engine.internals import internals_of
+from paceline.sync.local_sgd import LocalSGD
 from sync.local_cases import (
     EXACT,
     RESUMED,
@@ -15,10 +21,6 @@ from sync.local_cases import (
     sgd,
     wide_engine,
 )
-from torch import nn
-from torch.nn import functional as F
-
-import paceline
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -66,7 +68,9 @@ def test_another_number_of_replicas_goes_on_from_where_the_saved_ones_meet(
             with paceline.Checkpoints(tmp_path / source, engine) as checkpoints:
                 checkpoints.restore()
             loaded = everything(engine)
-            assert engine.parts.local.notes
+            sync = internals_of(engine).sync
+            assert isinstance(sync, LocalSGD)
+            assert sync.state.notes
         while engine.steps_done < steps:
             engine.step(my_share(engine.steps_done))
         with paceline.Checkpoints(tmp_path / target, engine) as checkpoints:
@@ -91,8 +95,9 @@ def test_nothing_that_was_not_sent_is_lost_in_a_rescale(ranks: Any, tmp_path: An
     options = paceline.LocalSteps(every=2, exchange="int8")
 
     def residuals(engine: paceline.Engine) -> dict[str, torch.Tensor]:
-        assert engine.rounds is not None
-        found = engine.rounds.exchanges[0].memory.residuals
+        sync = internals_of(engine).sync
+        assert isinstance(sync, LocalSGD)
+        found = sync.loop.exchanges[0].memory.residuals
         return {name: value.clone() for name, value in found.items()}
 
     def save() -> Any:
@@ -150,7 +155,7 @@ def test_half_precision_scales_each_replica_by_itself(ranks: Any, tmp_path: Any)
             for step in range(6, 9):
                 x, y = my_share(step)
                 one.step((x.float(), y))
-            ends.append((one._precision.scaler.get_scale(), everything(one)))
+            ends.append((internals_of(one).context.precision.scaler.get_scale(), everything(one)))
         assert ends[0][0] == ends[1][0]
         assert all(torch.equal(ends[0][1][key], ends[1][1][key]) for key in ends[0][1])
         return skipped, ends[0][0]

@@ -7,6 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+from paceline.engine.internals import internals_of
+from paceline.errors import LayoutError, NonFiniteError, TrainingError
+from paceline.sync.local_sgd import LocalSGD
 from sync.local_cases import (
     CASES,
     EXACT,
@@ -24,11 +31,6 @@ from sync.local_cases import (
     weights,
     wide_engine,
 )
-from torch import nn
-from torch.nn import functional as F
-
-import paceline
-from paceline.errors import LayoutError, NonFiniteError, TrainingError
 
 
 class Simulation:
@@ -274,9 +276,10 @@ def test_bytes_are_those_of_meetings_and_a_few_for_the_numbers(ranks: Any) -> No
         )
         for step in range(8):
             engine.step(my_share(step))
-        assert engine.rounds is not None
+        sync = internals_of(engine).sync
+        assert isinstance(sync, LocalSGD)
         parameters = sum(p.numel() * p.element_size() for p in engine.model.parameters())
-        return engine.rounds.wire.sent, parameters
+        return sync.loop.wire.sent, parameters
 
     plain, quantised = ranks(job, "none"), ranks(job, "int8")
     for (sent, size), (fewer, _) in zip(plain, quantised, strict=True):
@@ -393,11 +396,12 @@ def test_compression_counts_for_the_synchronous_start(ranks: Any) -> None:
             compress="int8",
             local_steps=paceline.LocalSteps(every=2, start=2),
         )
-        assert engine.wiring is not None
+        averaging = internals_of(engine).sync.averaging
+        assert averaging is not None
         sent = []
         for step in range(6):
             engine.step(my_share(step))
-            sent.append(engine.wiring.exchange.wire.sent)
+            sent.append(averaging.exchange.wire.sent)
         return sent, everything(engine)
 
     (sent, first), (_, second) = ranks(job)

@@ -5,115 +5,80 @@ Names are those of the whole model, so that what one layout saves another loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint.boxes import boxes_of
 from paceline.checkpoint.manifest import Manifest, TensorEntry
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
-from paceline.engine.checks import another_model, check_optimizer_state, load_schedule
+from paceline.engine.checks import another_model, check_optimizer_state
+from paceline.engine.context import StepContext
 from paceline.engine.optimizer_groups import install
+from paceline.engine.whole_model import WholeModel
 from paceline.parallel.whole import held_runs, local
-from paceline.sync.compressed.state import WireParts
-from paceline.sync.local_sgd_state import LocalParts
-
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+from paceline.sync.protocol import Load, Saved
 
 OBJECT = "engine"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
 
-class Saved(Protocol):
-    """A checkpoint, as far as an engine looks at it."""
+class RankStates:
+    """Collects and takes over the state of one engine, as far as this rank has it.
 
-    @property
-    def manifest(self) -> Manifest:
-        """What it holds."""
+    ``whole`` is from before the model was spread.
+    """
 
-    def read_object(self, name: str) -> Any:
-        """A plain value that it holds."""
-
-
-Load = Callable[[dict[str, Part]], None]
-"""Fills the memory of the parts it is given from a checkpoint. A collective."""
-
-
-class Parts:
-    """Collects and takes over the state of one engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.wire = WireParts(engine)
-        self.local = LocalParts(engine)
-        saved = engine.model.state_dict(keep_vars=True)
-        first: dict[int, str] = {}
-        for name, parameter in engine.model.named_parameters(remove_duplicate=False):
-            first.setdefault(id(parameter), name)
-        self._shapes = {n: tuple(p.shape) for n, p in engine.model.named_parameters()}
-        self._aliases = {
-            name: first[id(parameter)]
-            for name, parameter in engine.model.named_parameters(remove_duplicate=False)
-            if name != first[id(parameter)]
-        }
-        self._buffers = {
-            name: tuple(value.shape)
-            for name, value in saved.items()
-            if isinstance(value, Tensor) and id(value) not in first and name not in self._shapes
-        }
-        self._has_extra = any(not isinstance(value, Tensor) for value in saved.values())
+    def __init__(self, context: StepContext, whole: WholeModel) -> None:
+        self._context, self._replica, self._whole = context, context.replica, whole
 
     # ------------------------------------------------------------------ saving
 
     def collect(self) -> RankState:
         """What this rank has of the state; shares its memory."""
-        engine = self._engine
+        sync = self._context.sync.state
         state = RankState()
         for name, parameter in self._first_copies():
-            state.tensors[MODEL + name] = as_part(self.local.shared(name, parameter))
+            state.tensors[MODEL + name] = as_part(sync.shared(name, parameter))
         if self._speaks_for_buffers:
             for name, buffer in self._own_buffers():
-                state.tensors[MODEL + name] = as_part(self.local.shared(name, buffer))
+                state.tensors[MODEL + name] = as_part(sync.shared(name, buffer))
         self._collect_optimizer(state)
-        self.local.collect(state, dict(self._own_buffers()))
-        self.wire.collect(state)
-        if engine.world.rank == 0:
+        sync.collect(state, dict(self._own_buffers()))
+        if self._replica.world.rank == 0:
             state.objects[OBJECT] = self._object()
         return state
 
     def _object(self) -> dict[str, Any]:
-        engine = self._engine
-        schedule, scaler = engine.options["schedule"], engine._precision.scaler
+        context, scaler = self._context, self._context.precision.scaler
         return {
-            "step": engine.steps_done,
-            "aliases": self._aliases,
+            "step": self._replica.steps_done,
+            "aliases": self._whole.aliases,
             "groups": [
                 {**{k: v for k, v in group.items() if k != "params"}, "params": names}
                 for group, names in zip(
-                    engine.optimizer.param_groups, engine._groups.names, strict=True
+                    context.optimizer.param_groups, context.groups.names, strict=True
                 )
             ],
             "scaler": None if scaler is None else scaler.state_dict(),
-            "schedule": schedule.state_dict() if isinstance(schedule, LRScheduler) else None,
+            "schedule": context.learning_rate.state_dict(),
             "extra": self._extra(),
-            "compress": self.wire.about(),
-            "reduction": engine.reducing.state(),
+            **context.sync.state.about(),
         }
 
     def _extra(self) -> dict[str, Any]:
         """What modules save beside tensors (``get_extra_state``)."""
-        if not self._has_extra:
+        if not self._whole.has_extra:
             return {}
-        saved = self._engine.model.state_dict(keep_vars=True)
+        saved = self._replica.model.state_dict(keep_vars=True)
         return {name: value for name, value in saved.items() if not isinstance(value, Tensor)}
 
     def _collect_optimizer(self, state: RankState) -> None:
-        optimizer, prefix = self._engine.optimizer, self.local.optimizer_prefix
+        optimizer, sync = self._context.optimizer, self._context.sync.state
+        prefix = sync.optimizer_prefix
         for name, parameter in self._first_copies():
             plain: dict[str, Any] = {}
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -121,32 +86,33 @@ class Parts:
                     state.tensors[f"{prefix}{name}/{key}"] = as_part(value)
                 else:
                     plain[key] = value
-            if plain and (self.local.keeps_optimizer or self._is_first_holder(parameter)):
+            if plain and (sync.keeps_optimizer or self._is_first_holder(parameter)):
                 state.objects[prefix + name] = plain
 
     def _first_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank but for copies of what an earlier stage saves."""
-        spread = self._engine._spread
-        for name, copies in self._engine._state.held.items():
-            if spread is None or not spread.is_duplicate(copies[0]):
+        replica = self._replica
+        for name, copies in replica.held.items():
+            if not replica.is_spread or not replica.spread.is_duplicate(copies[0]):
                 yield name, copies[0]
 
     def _is_first_holder(self, parameter: nn.Parameter) -> bool:
-        engine = self._engine
-        if engine._spread is None or engine._spread.is_plain:
-            return engine.world.rank == 0
-        return engine._spread.counts_in_norm(parameter)
+        if self._replica.holds_whole_model:
+            return self._replica.world.rank == 0
+        return self._replica.spread.counts_in_norm(parameter)
 
     @property
     def _speaks_for_buffers(self) -> bool:
         """Buffers may differ between ranks that see different samples: the first one's count."""
-        place, spread = self._engine.place, self._engine._spread
+        replica, place = self._replica, self._replica.place
         is_first = place.dp == place.tp == place.cp == 0
-        return is_first and (place.pp == 0 or (spread is not None and spread.pipeline is not None))
+        return is_first and (
+            place.pp == 0 or (replica.is_spread and replica.spread.pipeline is not None)
+        )
 
     def _own_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for name, buffer in self._engine.model.named_buffers(remove_duplicate=False):
-            if name in self._buffers and not buffer.is_meta:
+        for name, buffer in self._replica.model.named_buffers(remove_duplicate=False):
+            if name in self._whole.buffers and not buffer.is_meta:
                 yield name, buffer
 
     # ------------------------------------------------------------------ loading
@@ -160,7 +126,6 @@ class Parts:
         they are, and casts the weights to the model's dtype where that is another. Not ``strict``,
         weights that one of the two lacks are left as they are.
         """
-        engine = self._engine
         found = saved.read_object(OBJECT) if OBJECT in saved.manifest.objects else {}
         names = self._names_in(saved.manifest, found.get("aliases", {}), strict)
         if weights_only:
@@ -168,10 +133,10 @@ class Parts:
         has_training = "step" in found
         if has_training:
             self._check_groups(found["groups"])
-            engine.steps_done = found["step"]
-        if engine._spread is None and engine._on_meta:
+            self._replica.steps_done = found["step"]
+        if not self._replica.is_spread and self._context.spreading.on_meta:
             # There is no memory to load into before the first batch has spread the model.
-            engine.after_spreading = lambda: self._take(saved, found, names, load)
+            self._replica.after_spreading = lambda: self._take(saved, found, names, load)
         else:
             self._take(saved, found, names, load)
 
@@ -189,17 +154,9 @@ class Parts:
                 target.copy_(value)
         if "step" in found:
             self._take_training(found, state)
-            self._take_wire(saved, found, load)
-            self.local.take(saved, load, dict(self._own_buffers()))
-        elif self._engine.rounds is not None:
-            self._engine.rounds.forget()
-
-    def _take_wire(self, saved: Saved, found: Mapping[str, Any], load: Load) -> None:
-        engine, about = self._engine, found.get("compress")
-        if engine._spread is not None:
-            self.wire.take(saved, about, load)
-        elif about is not None:  # it is not known yet which part of the model this rank has
-            engine.after_spreading = lambda: self.wire.take(saved, about, load)
+            self._context.sync.state.load(saved, found, load, dict(self._own_buffers()))
+        else:
+            self._context.sync.model_replaced()
 
     def _names_in(
         self, manifest: Manifest, aliases: Mapping[str, str], strict: bool
@@ -207,11 +164,11 @@ class Parts:
         """Where each parameter and buffer of this model is found; tied weights have many names."""
         there = {n.removeprefix(MODEL): e for n, e in manifest.tensors.items() if _is_model(n)}
         others: dict[str, list[str]] = {}
-        for name, first in self._aliases.items():
+        for name, first in self._whole.aliases.items():
             others.setdefault(first, []).append(name)
         found: dict[str, str] = {}
         problems, missing = [], []
-        own = self._shapes | self._buffers
+        own = self._whole.parameters | self._whole.buffers
         for name, shape in own.items():
             known = [name, *others.get(name, ())]
             candidates = [*known, *(aliases[n] for n in known if n in aliases)]
@@ -224,7 +181,7 @@ class Parts:
                 found[name] = source
         if missing and (strict or not found):
             problems.insert(0, f"it lacks {', '.join(missing[:5])}")
-        used = {*found.values(), *own, *self._aliases, *aliases}
+        used = {*found.values(), *own, *self._whole.aliases, *aliases}
         if strict and (unknown := sorted(there.keys() - used)):
             problems.append(f"this model has no {', '.join(unknown[:5])}")
         if problems:
@@ -241,7 +198,7 @@ class Parts:
     ) -> list[tuple[Tensor, Tensor]]:
         """Add where the model's tensors go; those that need a cast go elsewhere first."""
         casts: list[tuple[Tensor, Tensor]] = []
-        held: dict[str, list[Tensor]] = {n: [*own] for n, own in self._engine._state.held.items()}
+        held: dict[str, list[Tensor]] = {n: [*own] for n, own in self._replica.held.items()}
         held |= {name: [buffer] for name, buffer in self._own_buffers()}
         for name, copies in held.items():
             if name not in names:  # left as it is
@@ -261,13 +218,13 @@ class Parts:
     ) -> dict[nn.Parameter, dict[str, Any]]:
         """Add memory for the optimizer's state; returns it by parameter."""
         keys: dict[str, list[str]] = {}
-        prefix = self.local.source(saved)
+        prefix = self._context.sync.state.optimizer_source(saved)
         for stored in saved.manifest.tensors:
             if stored.startswith(prefix):
                 name, _, key = stored.removeprefix(prefix).rpartition("/")
                 keys.setdefault(name, []).append(key)
         state: dict[nn.Parameter, dict[str, Any]] = {}
-        for name, copies in self._engine._state.held.items():
+        for name, copies in self._replica.held.items():
             for parameter in copies:
                 own: dict[str, Any] = {}
                 for key in keys.get(name, ()):
@@ -282,24 +239,20 @@ class Parts:
         return state
 
     def _check_groups(self, groups: list[dict[str, Any]]) -> None:
-        engine = self._engine
-        sizes = [len(names) for names in engine._groups.names]
-        check_optimizer_state({"param_groups": groups}, engine.optimizer, sizes)
+        sizes = [len(names) for names in self._context.groups.names]
+        check_optimizer_state({"param_groups": groups}, self._context.optimizer, sizes)
 
     def _take_training(
         self, found: Mapping[str, Any], state: Mapping[nn.Parameter, dict[str, Any]]
     ) -> None:
-        engine = self._engine
-        install(engine.optimizer, found["groups"], state)
-        schedule, scaler = engine.options["schedule"], engine._precision.scaler
+        context, scaler = self._context, self._context.precision.scaler
+        install(context.optimizer, found["groups"], state)
         if scaler is not None and found["scaler"] is not None:
             scaler.load_state_dict(found["scaler"])
-        if isinstance(schedule, LRScheduler) and found["schedule"] is not None:
-            load_schedule(schedule, found["schedule"])
+        context.learning_rate.load_state_dict(found["schedule"])
         if found["extra"]:
-            engine.model.load_state_dict(found["extra"], strict=False)
-        engine.reducing.take(found.get("reduction"))
-        engine.steps_done = found["step"]
+            self._replica.model.load_state_dict(found["extra"], strict=False)
+        self._replica.steps_done = found["step"]
 
 
 def as_part(tensor: Tensor) -> Part:

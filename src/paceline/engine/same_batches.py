@@ -1,4 +1,4 @@
-"""Ranks that work on the same samples: they must see the same batch, and draw the same numbers."""
+"""Ranks that work on the same samples must be given the same batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.data.origin import check_origin
 from paceline.engine.batch import map_leaves
 from paceline.errors import DataError
 from paceline.layout import Layout
-from paceline.world import World, collectives, rng_state, set_rng_state
+from paceline.world import World, collectives
 
 
 class SameBatches:
@@ -48,14 +48,6 @@ def check_same_batch(batch: Any, layout: Layout, world: World) -> None:
                 " or with a sampler over the data-parallel ranks alone (engine.place.dp of "
                 "engine.layout.dp)."
             )
-
-
-def share_random_stream(layout: Layout, world: World) -> None:
-    """Give tensor-parallel ranks one random stream: what they hold in common must stay equal."""
-    streams = collectives.all_gather_object(rng_state())
-    own = layout.place(world.rank)
-    first = next(r for r in range(world.size) if layout.place(r) == own._replace(tp=0))
-    set_rng_state(streams[first])
 
 
 def _fingerprint(batch: Any) -> str:

@@ -1,4 +1,4 @@
-"""How an engine's gradients travel between its data-parallel ranks, where not DDP's way."""
+"""Averages gradients over data-parallel ranks where DDP and FSDP do not do it by themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.world import World
 from paceline.world.group import backend_by_device
 
 
-class Wiring:
+class GradientAveraging:
     """One engine's exchange, in the shapes in which DDP, FSDP and others want to call it."""
 
     def __init__(

@@ -9,9 +9,8 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from paceline.engine.nonfinite import Problem
-from paceline.engine.result import Numbers
 from paceline.errors import NonFiniteError
+from paceline.sync.numbers import Numbers, Problem
 from paceline.world import World, collectives
 
 LAG = 8

@@ -1,4 +1,4 @@
-"""Replicas that train alone, as part of a checkpoint.
+"""Replicas of local SGD, as part of a checkpoint.
 
 What the checkpoint says of the model is the one that all replicas share. Beside it each of them
 has its own parameters, buffers, optimizer state and residuals under ``local/<its number>/``; what
@@ -10,49 +10,57 @@ nothing that they learned since their last meeting is lost.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
-from paceline.sync.local_sgd import Meeting, Rounds, difference
-
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
-    from paceline.engine.rank_state import Load, Saved
-
-OUTER = "outer"
-_OPTIMIZER = "optimizer/"
+from paceline.sync.outer_loop import OuterLoop
+from paceline.sync.outer_step import OuterStep, difference
+from paceline.sync.plain_state import OPTIMIZER, OUTER, PlainState
+from paceline.sync.protocol import Load, Merge, Saved
+from paceline.sync.replica import Replica
 
 
-def replica(number: int) -> str:
+def replica_name(number: int) -> str:
     """Where a replica's own state is."""
     return f"local/{number}"
 
 
-class LocalParts:
-    """Collects and takes over for one engine."""
+class Scaler(Protocol):
+    """The gradient scaler of fp16, of which each replica has its own."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def state_dict(self) -> dict[str, Any]:
+        """Its scale, and what it goes on from."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+
+
+class LocalSgdState:
+    """See :class:`~paceline.sync.protocol.SyncState`; ``plain`` is that of synchronous steps."""
+
+    def __init__(
+        self, loop: OuterLoop, replica: Replica, plain: PlainState, scaler: Scaler | None
+    ) -> None:
+        self._loop, self._replica, self._plain, self._scaler = loop, replica, plain, scaler
         self.notes: list[str] = []
         """What there is to tell the user of the checkpoint that was loaded."""
 
     # ------------------------------------------------------------------ saving
 
     @property
-    def _begun(self) -> Rounds | None:
-        """The rounds, once replicas differ from each other."""
-        rounds = self._engine.rounds
-        return rounds if rounds is not None and rounds.begun else None
+    def _begun(self) -> OuterLoop | None:
+        """The outer loop, once replicas differ from each other."""
+        return self._loop if self._loop.begun else None
 
     def shared(self, name: str, own: Tensor) -> Tensor:
         """What stands for a parameter or a buffer in the model that all replicas share."""
-        if (rounds := self._begun) is None:
+        if (loop := self._begun) is None:
             return own
-        return rounds.outer.shared.get(name, rounds.buffers.get(name, own))
+        return loop.outer.shared.get(name, loop.buffers.get(name, own))
 
     @property
     def keeps_optimizer(self) -> bool:
@@ -62,63 +70,66 @@ class LocalParts:
     @property
     def optimizer_prefix(self) -> str:
         """Where this replica's optimizer state goes: that of the first is where any layout's is."""
-        number = 0 if self._begun is None else self._engine.place.dp
-        return f"{replica(number)}/{_OPTIMIZER}" if number else _OPTIMIZER
+        number = 0 if self._begun is None else self._replica.place.dp
+        return f"{replica_name(number)}/{OPTIMIZER}" if number else OPTIMIZER
 
     def collect(self, state: RankState, buffers: Mapping[str, Tensor]) -> None:
         """Add what this replica has, and what all have alike; ``buffers`` are its persistent ones.
 
-        Waits for meetings that are under way: what they came to is saved, and taken over when due.
+        Waits for outer steps under way: what they came to is saved, and taken over when due.
         """
-        if (rounds := self._begun) is None:
-            return
-        engine, tensors = self._engine, state.tensors
-        rounds.finish_meetings()
-        me = replica(engine.place.dp)
-        if not rounds.is_shared:
-            for name in rounds.outer.shared:
-                tensors[f"{me}/model/{name}"] = whole_part(rounds.held(name))
+        if self._begun is not None:
+            self._collect(self._begun, state, buffers)
+        self._plain.collect(state, buffers)
+
+    def _collect(self, loop: OuterLoop, state: RankState, buffers: Mapping[str, Tensor]) -> None:
+        tensors = state.tensors
+        loop.finish_pending()
+        me = replica_name(self._replica.place.dp)
+        if not loop.is_shared:
+            for name in loop.outer.shared:
+                tensors[f"{me}/model/{name}"] = whole_part(loop.held(name))
         for name, buffer in buffers.items():
             tensors[f"{me}/buffer/{name}"] = whole_part(buffer)
-        for name, momentum in rounds.outer.momentum.items():
+        for name, momentum in loop.outer.momentum.items():
             tensors[f"{OUTER}/momentum/{name}"] = whole_part(momentum)
-        for number, meeting in enumerate(rounds.pending):
-            for name, mean in meeting.means().items():
+        for number, outer_step in enumerate(loop.pending):
+            for name, mean in outer_step.means().items():
                 tensors[f"{OUTER}/pending/{number}/{name}"] = whole_part(mean)
-            for name, then in (meeting.then or {}).items():
+            for name, then in (outer_step.snapshot or {}).items():
                 tensors[f"{me}/pending/{number}/{name}"] = whole_part(then)
-        self._collect_exchange(rounds, state, me)
-        scaler = engine._precision.scaler
+        self._collect_exchange(loop, state, me)
+        scaler = self._scaler
         state.objects[me] = {
-            "counted": [float(items) for items in rounds.counted],
+            "counted": [float(items) for items in loop.counted],
             "scaler": None if scaler is None else scaler.state_dict(),
-            "goes on": [meeting.then is not None for meeting in rounds.pending],
+            "goes on": [outer_step.snapshot is not None for outer_step in loop.pending],
         }
-        if engine.world.rank == 0:
-            state.objects[OUTER] = self._about(rounds)
+        if self._replica.world.rank == 0:
+            state.objects[OUTER] = self._about(loop)
 
-    def _about(self, rounds: Rounds) -> dict[str, Any]:
+    def _about(self, loop: OuterLoop) -> dict[str, Any]:
         return {
-            "replicas": self._engine.layout.dp,
-            "fragments": rounds.fragments,
-            "met_at": list(rounds.met_at),
-            "meetings": rounds.meetings,
-            "is shared": rounds.is_shared,
-            "buffers": list(rounds.buffers),
+            "replicas": self._replica.layout.dp,
+            "fragments": loop.fragments,
+            "met_at": list(loop.stepped_at),
+            "meetings": loop.outer_steps,
+            "is shared": loop.is_shared,
+            "buffers": list(loop.buffers),
             "pending": [
                 {
-                    "fragment": meeting.fragment,
-                    "due": meeting.due,
-                    "names": list(meeting.names),
-                    "buffers": list(meeting.buffers),
-                    "total": float(meeting.wait()),
+                    "fragment": outer_step.fragment,
+                    "due": outer_step.due,
+                    "names": list(outer_step.names),
+                    "buffers": list(outer_step.buffers),
+                    "total": float(outer_step.wait()),
                 }
-                for meeting in rounds.pending
+                for outer_step in loop.pending
             ],
         }
 
-    def _collect_exchange(self, rounds: Rounds, state: RankState, me: str) -> None:
-        for exchange in rounds.exchanges:
+    def _collect_exchange(self, loop: OuterLoop, state: RankState, me: str) -> None:
+        for exchange in loop.exchanges:
             memory = exchange.memory
             for name, residual in memory.residuals.items():
                 state.tensors[f"{me}/residual/{name}"] = whole_part(residual)
@@ -132,41 +143,49 @@ class LocalParts:
 
     # ------------------------------------------------------------------ loading
 
-    def source(self, saved: Saved) -> str:
+    def optimizer_source(self, saved: Saved) -> str:
         """Under which name this replica finds an optimizer state in a checkpoint."""
-        if self._engine.rounds is None or OUTER not in saved.manifest.objects:
-            return _OPTIMIZER
-        number = self._engine.place.dp % saved.read_object(OUTER)["replicas"]
-        return f"{replica(number)}/{_OPTIMIZER}" if number else _OPTIMIZER
+        if OUTER not in saved.manifest.objects:
+            return OPTIMIZER
+        number = self._replica.place.dp % saved.read_object(OUTER)["replicas"]
+        return f"{replica_name(number)}/{OPTIMIZER}" if number else OPTIMIZER
 
-    def take(self, saved: Saved, load: Load, buffers: Mapping[str, Tensor]) -> None:
-        """Take over what a checkpoint holds beside the model, which has been loaded. Every rank."""
-        engine, rounds = self._engine, self._engine.rounds
+    def about(self) -> dict[str, Any]:
+        """That of synchronous steps; the rest is an object of its own."""
+        return self._plain.about()
+
+    def load(
+        self, saved: Saved, found: Mapping[str, Any], load: Load, buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Go on in the middle of a round, or, with other replicas, from an outer step before."""
+        loop, replica = self._loop, self._replica
         self.notes = []
+        self._plain.notes = []
+        self._plain.load_summing(saved, found, load)
         about = saved.read_object(OUTER) if OUTER in saved.manifest.objects else None
-        if rounds is None:
-            if about is not None and not about["is shared"]:
-                self.notes.append(
-                    "the checkpoint is that of replicas that trained alone (local_steps): this run "
-                    "goes on from the model of their last meeting, and what they learned since is "
-                    "left out"
-                )
+        loop.forget()
+        if about is None or not loop.options.is_alone(replica.steps_done):
             return
-        rounds.forget()
-        if about is None or not rounds.options.is_alone(engine.steps_done):
-            return
-        rounds.adopt()
-        take = _Taking(rounds, saved, load)
-        rounds.meetings = about["meetings"]
-        rounds.outer.momentum = take.all_under(f"{OUTER}/momentum")
-        own = saved.read_object(replica(engine.place.dp % about["replicas"]))
-        if engine._precision.scaler is not None and own["scaler"] is not None:
-            engine._precision.scaler.load_state_dict(own["scaler"])
-        if about["replicas"] == engine.layout.dp and about["fragments"] == rounds.fragments:
+        loop.adopt()
+        take = _Taking(loop, saved, load)
+        loop.outer_steps = about["meetings"]
+        loop.outer.momentum = take.all_under(f"{OUTER}/momentum")
+        own = saved.read_object(replica_name(replica.place.dp % about["replicas"]))
+        if self._scaler is not None and own["scaler"] is not None:
+            self._scaler.load_state_dict(own["scaler"])
+        if about["replicas"] == replica.layout.dp and about["fragments"] == loop.fragments:
             self._go_on(take, about, own, buffers)
             return
-        _meet_before(take, about)
-        self.notes.append(_told(about, engine.layout.dp, engine.steps_done))
+        _step_before(take, about)
+        self.notes.append(_told(about, replica.layout.dp, replica.steps_done))
+
+    def whole(self, merge: Merge) -> dict[str, Any]:
+        """The shared model stands for all replicas."""
+        return self._plain.whole(merge)
+
+    def load_whole(self, state: Mapping[str, Any]) -> None:
+        """Every replica begins anew from the shared model."""
+        self._plain.load_whole(state)
 
     def _go_on(
         self,
@@ -176,19 +195,19 @@ class LocalParts:
         buffers: Mapping[str, Tensor],
     ) -> None:
         """Go on in the middle of a round."""
-        rounds, me = take.rounds, replica(self._engine.place.dp)
+        loop, me = take.loop, replica_name(self._replica.place.dp)
         if not about["is shared"]:
-            take.into({f"{me}/model/{n}": rounds.held(n).detach() for n in rounds.outer.shared})
+            take.into({f"{me}/model/{n}": loop.held(n).detach() for n in loop.outer.shared})
         take.into({f"{me}/buffer/{name}": buffer for name, buffer in buffers.items()})
-        rounds.met_at = list(about["met_at"])
-        for items, counted in zip(rounds.counted, own["counted"], strict=True):
+        loop.stepped_at = list(about["met_at"])
+        for items, counted in zip(loop.counted, own["counted"], strict=True):
             items.fill_(counted)
         for number, entry in enumerate(about["pending"]):
             then = take.all_under(f"{me}/pending/{number}") if own["goes on"][number] else None
-            rounds.pending.append(take.pending(number, entry, then))
+            loop.pending.append(take.pending(number, entry, then))
         residuals = take.all_under(f"{me}/residual")
         right, kept = take.all_under(f"{OUTER}/right"), take.all_under(f"{OUTER}/kept")
-        for names, exchange in zip(rounds.fragments, rounds.exchanges, strict=True):
+        for names, exchange in zip(loop.fragments, loop.exchanges, strict=True):
             exchange.memory.residuals = {n: residuals[n] for n in names if n in residuals}
             exchange.memory.right = {n: right[n] for n in names if n in right}
             exchange.loaded_kept = {n: kept[n] for n in names if n in kept}
@@ -197,10 +216,10 @@ class LocalParts:
 class _Taking:
     """Loads tensors by name for one replica."""
 
-    def __init__(self, rounds: Rounds, saved: Saved, load: Load) -> None:
-        self.rounds, self.saved = rounds, saved
+    def __init__(self, loop: OuterLoop, saved: Saved, load: Load) -> None:
+        self.loop, self.saved = loop, saved
         self._load = load
-        self._device = next(iter(rounds.counted)).device
+        self._device = next(iter(loop.counted)).device
 
     def into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill ``targets``. A collective."""
@@ -220,40 +239,40 @@ class _Taking:
 
     def pending(
         self, number: int, entry: Mapping[str, Any], then: dict[str, Tensor] | None
-    ) -> Meeting:
-        """A meeting that has taken place, but was not taken over. A collective."""
+    ) -> OuterStep:
+        """An outer step that was exchanged, but not taken over. A collective."""
         means = self.all_under(f"{OUTER}/pending/{number}")
         total = torch.tensor(entry["total"], dtype=torch.float64, device=self._device)
-        return Meeting(
+        return OuterStep(
             fragment=entry["fragment"],
             due=entry["due"],
             names=entry["names"],
-            distances=[means[name] for name in entry["names"]],
+            gradients=[means[name] for name in entry["names"]],
             buffers={name: means[name] for name in entry["buffers"]},
             weight=torch.zeros_like(total),
-            then=then,
+            snapshot=then,
             total=total,
         )
 
 
 @torch.no_grad()
-def _meet_before(take: _Taking, about: Mapping[str, Any]) -> None:
-    """Have the saved replicas meet as of when they were saved, and go on from the model shared.
+def _step_before(take: _Taking, about: Mapping[str, Any]) -> None:
+    """Take the saved replicas' outer step as of when they were saved, and go on from its model.
 
     Every rank computes it alike. Replicas are loaded one after the other: there may be many.
     """
-    rounds = take.rounds
-    before = dict(rounds.outer.shared) | rounds.buffers
+    loop = take.loop
+    before = dict(loop.outer.shared) | loop.buffers
     before = {name: tensor.clone() for name, tensor in before.items()}
     for number, entry in enumerate(about["pending"]):
-        rounds.move_shared(take.pending(number, entry, None))
+        loop.move_shared(take.pending(number, entry, None))
     fragments = [list(names) for names in about["fragments"]]
-    fragments[-1] += [name for name in about["buffers"] if name in rounds.buffers]
+    fragments[-1] += [name for name in about["buffers"] if name in loop.buffers]
     sums: dict[str, Tensor] = {}
     totals = [0.0] * len(fragments)
     for number in range(about["replicas"]):
         own, base = _replica(take, about, number, before)
-        counted = take.saved.read_object(replica(number))["counted"]
+        counted = take.saved.read_object(replica_name(number))["counted"]
         for fragment, names in enumerate(fragments):
             far = {name: difference(base[name], own[name]) for name in names if name in own}
             if counted[fragment] > 0 and all(bool(d.isfinite().all()) for d in far.values()):
@@ -264,12 +283,12 @@ def _meet_before(take: _Taking, about: Mapping[str, Any]) -> None:
     for fragment, names in enumerate(fragments):
         moved = [name for name in names if name in sums]
         means = {name: sums[name] / totals[fragment] for name in moved}
-        parameters = [name for name in moved if name in rounds.outer.shared]
-        rounds.outer.step(parameters, [means[name] for name in parameters])
+        parameters = [name for name in moved if name in loop.outer.shared]
+        loop.outer.step(parameters, [means[name] for name in parameters])
         for name in moved:
-            if name in rounds.buffers:
-                rounds.buffers[name] -= means[name]
-    rounds.take_shared()
+            if name in loop.buffers:
+                loop.buffers[name] -= means[name]
+    loop.take_shared()
     _take_residuals(take, about["replicas"])
 
 
@@ -277,9 +296,9 @@ def _replica(
     take: _Taking, about: Mapping[str, Any], number: int, before: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A saved replica's parameters and buffers, and from where it came since it last met."""
-    me = replica(number)
+    me = replica_name(number)
     own = take.all_under(f"{me}/model")
-    own |= {n: b for n, b in take.all_under(f"{me}/buffer").items() if n in take.rounds.buffers}
+    own |= {n: b for n, b in take.all_under(f"{me}/buffer").items() if n in take.loop.buffers}
     base = dict(before)
     goes_on = take.saved.read_object(me)["goes on"]
     for place in range(len(about["pending"])):
@@ -293,14 +312,14 @@ def _take_residuals(take: _Taking, replicas: int) -> None:
     """Every replica takes the mean of what the saved ones had not sent: as much as they had."""
     means: dict[str, Tensor] = {}
     for number in range(replicas):
-        for name, residual in take.all_under(f"{replica(number)}/residual").items():
+        for name, residual in take.all_under(f"{replica_name(number)}/residual").items():
             mean = means.setdefault(name, torch.zeros_like(residual))
             mean.add_(residual, alpha=1 / replicas)
     for name, values in take.all_under(f"{OUTER}/kept").items():
         if name in means:
             means[name].view(-1).add_(values.to(means[name]))
     right = take.all_under(f"{OUTER}/right")
-    for names, exchange in zip(take.rounds.fragments, take.rounds.exchanges, strict=True):
+    for names, exchange in zip(take.loop.fragments, take.loop.exchanges, strict=True):
         exchange.memory.residuals = {name: means[name] for name in names if name in means}
         exchange.memory.right = {name: right[name] for name in names if name in right}
 

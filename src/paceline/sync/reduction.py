@@ -1,4 +1,4 @@
-"""How an engine's gradients are summed over the ranks: chosen once, kept, and told.
+"""How gradients are summed over the ranks: chosen once, kept, and told.
 
 The choice is made before the first step, not when the engine is made: a checkpoint that is loaded
 in between brings the one its run was made with.
@@ -7,31 +7,31 @@ in between brings the one its run was made with.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.parallel.exchanging import sparse_embedding
 from paceline.parallel.spread import data_ranks
-from paceline.sync.averaging import Wiring, group_for_gradients
+from paceline.sync.averaging import GradientAveraging, group_for_gradients
 from paceline.sync.hierarchical import Hierarchical, Levels, find_nodes
 from paceline.sync.link_timing import BackwardTimer, measure, measure_link
+from paceline.sync.replica import Replica
 from paceline.sync.wire import Wire
 from paceline.wire import Compression, Reduction
 from paceline.wire.buckets import DEFAULT_MIB, MIB, tune
 from paceline.wire.links import choose
 from paceline.wire.topology import Topology
 
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
-
 _TIMED_STEPS = 3  # after the first, which is unlike the others
 
 
-class Reducing:
-    """Chooses for one engine between one ring and two levels, and the size of its buckets."""
+class ReductionChoice:
+    """Chooses between one ring and two levels, and the size of buckets."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.options = Reduction.of(engine.options["reduction"])
+    def __init__(self, options: Reduction, replica: Replica) -> None:
+        self._replica, self._world = replica, replica.world
+        self.options = options
+        self.averaging: GradientAveraging | None = None
+        """The way that gradients go, where it is not DDP's or FSDP's own."""
         self.bucket_mib = self.options.static_mib
         """That of now; ``None``: torch's own."""
         self.hierarchical = False
@@ -51,11 +51,11 @@ class Reducing:
 
     def begin_step(self) -> None:
         """Before the first step, or the first after a resume: choose. Then it is a collective."""
-        layout = self._engine.layout
+        layout = self._replica.layout
         if self._is_chosen or layout.zero or layout.dp == 1:
             return
         self._is_chosen = True
-        with self._engine._pulse.during("waiting"):
+        with self._world.pulse.during("waiting"):
             self._find_topologies()
             saved = self._usable()
             hierarchical = self._choose(saved)
@@ -64,7 +64,7 @@ class Reducing:
                 bucket, self._is_tuned = saved["bucket_mib"], True
             self._apply(hierarchical, bucket)
         if self.options.tuned and not self._is_tuned:
-            self._timer = BackwardTimer(self._engine._parameters, self._engine.device)
+            self._timer = BackwardTimer(self._replica.parameters, self._replica.device)
 
     def timing(self) -> contextlib.AbstractContextManager[None]:
         """Around the backward pass that exchanges gradients."""
@@ -76,7 +76,7 @@ class Reducing:
         """After each step: tune, once enough of them were timed. Then it is a collective."""
         self._steps += 1
         if self._timer is not None and self._timer.passes == _TIMED_STEPS:
-            with self._engine._pulse.during("waiting"):
+            with self._world.pulse.during("waiting"):
                 self._tune(self._timer)
             self._timer = None
 
@@ -116,22 +116,21 @@ class Reducing:
     # ------------------------------------------------------------------ choosing
 
     def _find_topologies(self) -> None:
-        engine = self._engine
-        nodes = find_nodes(engine.world)
-        groups = data_ranks(engine.world, engine.layout)
+        nodes = find_nodes(self._world)
+        groups = data_ranks(self._world, self._replica.layout)
         self._topologies = [Topology.of(ranks, nodes) for ranks in groups]
 
     def _choose(self, saved: dict[str, Any] | None) -> bool:
-        asked, engine = self.options.hierarchy, self._engine
+        asked, world = self.options.hierarchy, self._world
         if asked == "never" or not any(t.has_two_levels for t in self._topologies):
             return False
-        if sparse_embedding(engine.model) is not None:  # with "always" refused before
+        if sparse_embedding(self._replica.model) is not None:  # with "always" refused before
             return False
         if self._levels is None:
             self._levels = Levels.make(
-                engine.world.rank,
+                world.rank,
                 self._topologies,
-                lambda ranks: group_for_gradients(engine.world, ranks),
+                lambda ranks: group_for_gradients(world, ranks),
             )
         if asked == "always":
             return True
@@ -149,12 +148,12 @@ class Reducing:
             choice, source = choose(self._topologies[0], links, size), "by the links described"
         else:
             flat, layered = self._wire(None), self._wire(levels)
-            choice, source = measure(flat, layered, self._engine.world, size), "as measured"
+            choice, source = measure(flat, layered, self._world, size), "as measured"
         self.notes.append(f"{choice}, {source} ({self._topologies[0]})")
         return choice.hierarchical
 
     def _tune(self, timer: BackwardTimer) -> None:
-        world = self._engine.world
+        world = self._world
         wire = self._wire(self._levels if self.hierarchical else None)
         link = measure_link(wire, world)
         found = tune(timer.gradients(world), link)
@@ -165,26 +164,27 @@ class Reducing:
 
     def _wire(self, levels: Levels | None) -> Wire:
         """A wire to measure: what goes over it is not counted as sent."""
-        group = self._engine.spread.data_group.process_group
+        group = self._replica.spread.data_group.process_group
         return Wire(group) if levels is None else Hierarchical(group, levels)
 
     def _gradient_bytes(self) -> int:
-        trained = (p for p in self._engine._parameters if p.requires_grad)
+        trained = (p for p in self._replica.parameters if p.requires_grad)
         return sum(p.numel() * p.element_size() for p in trained)
 
     def _apply(self, hierarchical: bool, bucket_mib: float | None) -> None:
         """Have gradients go this way from now on."""
-        engine = self._engine
-        wiring = engine.wiring
-        if hierarchical and wiring is None:
-            wiring = Wiring(Compression(), engine.model, engine.layout, engine.world)
-            wiring.know(engine.spread.held, engine.spread.tied)
-        elif not hierarchical and wiring is not None and not wiring.compresses:
-            wiring.close()
-            wiring = None
-        if wiring is not None:
-            wiring.go_by(self._levels if hierarchical else None)
-        is_same = wiring is engine.wiring and bucket_mib == self.bucket_mib
-        engine.wiring, self.hierarchical, self.bucket_mib = wiring, hierarchical, bucket_mib
+        replica, averaging = self._replica, self.averaging
+        if hierarchical and averaging is None:
+            averaging = GradientAveraging(
+                Compression(), replica.model, replica.layout, replica.world
+            )
+            averaging.know(replica.spread.held, replica.spread.tied)
+        elif not hierarchical and averaging is not None and not averaging.compresses:
+            averaging.close()
+            averaging = None
+        if averaging is not None:
+            averaging.go_by(self._levels if hierarchical else None)
+        is_same = averaging is self.averaging and bucket_mib == self.bucket_mib
+        self.averaging, self.hierarchical, self.bucket_mib = averaging, hierarchical, bucket_mib
         if not is_same:
-            engine.spread.rewire(wiring, bucket_mib)
+            replica.spread.rewire(averaging, bucket_mib)

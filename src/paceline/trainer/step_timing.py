@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.diagnose.pulse import PHASES
 from paceline.diagnose.stragglers import Verdicts, find
 from paceline.engine import Engine
+from paceline.engine.internals import internals_of
 from paceline.engine.step_timing import Clock, make_clock
 from paceline.events import Event, StepSplit
 from paceline.sync.late_numbers import LAG
@@ -32,6 +33,7 @@ class StepSplits:
 
     def __init__(self, engine: Engine, every: int | None, report: Callable[[Event], None]) -> None:
         self._engine, self._world = engine, engine.world
+        self._context = internals_of(engine).context
         self._every, self._report = every, report
         self._steps = min(SPLIT_STEPS, every or SPLIT_STEPS)
         # Events on a GPU's stream are read when the host, which runs ahead, has waited for them.
@@ -53,9 +55,10 @@ class StepSplits:
         if step % self._every == 0 and self._running is not None:
             self._running.stop()
             self._ended.append(_Ended(step, self._running))
-            self._running = self._engine.clock = None
+            self._running = self._context.clock = None
         if (step + self._steps) % self._every == 0 and self._steps_run >= _WARM_UP:
-            self._running = self._engine.clock = make_clock(self._world.pulse, self._engine.device)
+            self._running = make_clock(self._world.pulse, self._engine.device)
+            self._context.clock = self._running
             self._running.start()
         if self._ended and step >= self._ended[0].step + self._lag:
             self._told.append(self._tell(self._ended.pop(0)))

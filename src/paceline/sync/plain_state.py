@@ -1,4 +1,4 @@
-"""What compressed gradients leave behind, as part of a checkpoint and of an engine's state.
+"""Checkpoints of runs that average gradients: residuals of compression, and how sums go.
 
 Each data-parallel rank has residuals of its own: a world with as many of them goes on to the bit.
 Any other gives every rank the mean of what all had left. What will be applied is the mean over the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,31 +19,56 @@ from paceline.checkpoint.boxes import Box, boxes_of
 from paceline.checkpoint.manifest import TensorEntry
 from paceline.checkpoint.part import Part, Piece, RankState, whole_part
 from paceline.parallel.whole import held_runs, local, part_of
+from paceline.sync.averaging import GradientAveraging
+from paceline.sync.protocol import Load, Merge, Saved
+from paceline.sync.reduction import ReductionChoice
+from paceline.sync.replica import Replica
 
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
-    from paceline.engine.rank_state import Load, Saved
-
+OPTIMIZER = "optimizer/"
+OUTER = "outer"
+"""The outer optimizer of local SGD, in a checkpoint."""
 PREFIX = "compress/"
 _KEPT, _RIGHT = "kept", "right"
 
 
-class WireParts:
-    """Collects and takes over for one engine."""
+class PlainState:
+    """See :class:`~paceline.sync.protocol.SyncState`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    keeps_optimizer = False
+    optimizer_prefix = OPTIMIZER
+
+    def __init__(self, replica: Replica, reduction: ReductionChoice) -> None:
+        self._replica, self._reduction = replica, reduction
         self.notes: list[str] = []
         """What there is to tell the user of a checkpoint that was taken over."""
 
-    def collect(self, state: RankState) -> None:
-        """Add what this rank has to ``state``."""
-        engine = self._engine
-        if engine.wiring is None:
+    @property
+    def _averaging(self) -> GradientAveraging | None:
+        return self._reduction.averaging
+
+    def shared(self, name: str, own: Tensor) -> Tensor:
+        """Every replica has the same."""
+        return own
+
+    def optimizer_source(self, saved: Saved) -> str:
+        """Where any layout's is."""
+        return OPTIMIZER
+
+    def about(self) -> dict[str, Any]:
+        """What a loader has to know beside the tensors."""
+        layout = self._replica.layout
+        return {
+            "compress": None if self._averaging is None else {"dp": layout.dp, "tp": layout.tp},
+            "reduction": self._reduction.state(),
+        }
+
+    def collect(self, state: RankState, buffers: Mapping[str, Tensor]) -> None:
+        """Add this rank's residuals, and what its formats go on from."""
+        if self._averaging is None:
             return
-        memory = engine.wiring.exchange.memory
+        memory, place = self._averaging.exchange.memory, self._replica.place
         for name, residual in memory.residuals.items():
-            state.tensors[self._residual(engine.place.dp, name)] = self._part(residual, name)
+            state.tensors[self._residual(place.dp, name)] = self._part(residual, name)
         for name, right in memory.right.items():
             state.tensors[self._right(name)] = whole_part(right)
         for kept in memory.kept.values():
@@ -52,33 +77,49 @@ class WireParts:
                 piece = Piece(Box((first,), (len(values),)), values)
                 state.tensors[f"{PREFIX}{_KEPT}/{name}"] = Part((size,), values.dtype, (piece,))
 
-    def about(self) -> dict[str, Any] | None:
-        """What a loader has to know beside the tensors."""
-        layout = self._engine.layout
-        return None if self._engine.wiring is None else {"dp": layout.dp, "tp": layout.tp}
-
-    def take(self, saved: Saved, about: Mapping[str, Any] | None, load: Load) -> None:
-        """Take over what a checkpoint holds; to be called once the model is spread."""
+    def load(
+        self, saved: Saved, found: Mapping[str, Any], load: Load, buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Take over the choice of how to sum, and the residuals once the model is spread."""
         self.notes = []
-        wiring = self._engine.wiring
+        if OUTER in saved.manifest.objects and not saved.read_object(OUTER)["is shared"]:
+            self.notes.append(
+                "the checkpoint is that of replicas that trained alone (local_steps): this run "
+                "goes on from the model of their last meeting, and what they learned since is "
+                "left out"
+            )
+        self.load_summing(saved, found, load)
+
+    def load_summing(self, saved: Saved, found: Mapping[str, Any], load: Load) -> None:
+        """How gradients are summed, without a word on local steps."""
+        self._reduction.take(found.get("reduction"))
+        about = found.get("compress")
+        if self._replica.is_spread:
+            self._load_residuals(saved, about, load)
+        elif about is not None:  # it is not known yet which part of the model this rank has
+            self._replica.after_spreading = lambda: self._load_residuals(saved, about, load)
+
+    def _load_residuals(self, saved: Saved, about: Mapping[str, Any] | None, load: Load) -> None:
+        averaging, layout = self._averaging, self._replica.layout
         there = {n: e for n, e in saved.manifest.tensors.items() if n.startswith(PREFIX)}
         if about is None or not there:
             return
-        if wiring is None:
+        if averaging is None:
             self._warn()
             return
-        exchange = wiring.exchange
+        exchange = averaging.exchange
         exchange.memory.residuals.clear()
         exchange.memory.kept.clear()
-        if about["tp"] == self._engine.layout.tp:
+        if about["tp"] == layout.tp:
             exchange.memory.right = self._load_whole(there, self._right(""), load)
         kept = self._load_whole(there, f"{PREFIX}{_KEPT}/", load)
-        if about["dp"] == self._engine.layout.dp:
-            exchange.memory.residuals = self._load_residuals(self._engine.place.dp, there, load)
+        if about["dp"] == layout.dp:
+            own = self._replica.place.dp
+            exchange.memory.residuals = self._residuals_of(own, there, load)
             exchange.loaded_kept = kept
             return
         for old in range(about["dp"]):
-            for name, residual in self._load_residuals(old, there, load).items():
+            for name, residual in self._residuals_of(old, there, load).items():
                 mean = exchange.memory.residuals.setdefault(name, torch.zeros_like(residual))
                 mean.add_(residual, alpha=1 / about["dp"])
         for name, values in kept.items():
@@ -86,18 +127,21 @@ class WireParts:
                 residual = exchange.memory.residuals[name]
                 residual.view(-1).add_(values.to(residual))
         if any(name.startswith(self._residual(0, "")) for name in there):
-            self.notes.append(_told(about["dp"], self._engine.layout.dp))
+            self.notes.append(_told(about["dp"], layout.dp))
 
-    def whole(self) -> dict[str, Tensor] | None:
-        """The mean over the ranks of what they have not sent, for the whole model. A collective."""
-        wiring = self._engine.wiring
-        if wiring is None:
+    def whole(self, merge: Merge) -> dict[str, Any]:
+        """With the mean of the residuals of all ranks, for the whole model."""
+        return {"compress": self._whole_residuals(merge), "reduction": self._reduction.state()}
+
+    def _whole_residuals(self, merge: Merge) -> dict[str, Tensor] | None:
+        if self._averaging is None:
             return None
-        group, size = wiring.exchange.wire.group, wiring.exchange.wire.size
+        exchange = self._averaging.exchange
+        group, size = exchange.wire.group, exchange.wire.size
         found: dict[str, Tensor] = {}
-        for name, residual in wiring.exchange.memory.residuals.items():
+        for name, residual in exchange.memory.residuals.items():
             mean = residual.clone()
-            for kept in wiring.exchange.memory.kept.values():
+            for kept in exchange.memory.kept.values():
                 for kept_name, first, values in kept.parts():
                     if kept_name == name:
                         mean.view(-1)[first : first + len(values)].add_(values, alpha=size)
@@ -105,19 +149,22 @@ class WireParts:
                 dist.all_reduce(mean, group=group)
                 mean.div_(size)
             found[name] = self._like_parameter(mean, name)
-        return self._engine._state.merged_whole(found)
+        return merge(found)
 
-    def take_whole(self, residuals: Mapping[str, Tensor] | None) -> None:
+    def load_whole(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`whole` gave."""
-        if self._engine._spread is None and residuals:
-            self._engine.after_spreading = lambda: self.take_whole(residuals)
+        self._load_whole_residuals(state.get("compress"))
+        self._reduction.take(state.get("reduction"))
+
+    def _load_whole_residuals(self, residuals: Mapping[str, Tensor] | None) -> None:
+        if not self._replica.is_spread and residuals:
+            self._replica.after_spreading = lambda: self._load_whole_residuals(residuals)
             return
-        wiring = self._engine.wiring
-        if wiring is None:
+        if self._averaging is None:
             if residuals:
                 self._warn()
             return
-        memory = wiring.exchange.memory
+        memory = self._averaging.exchange.memory
         memory.residuals.clear()
         memory.kept.clear()
         for name, whole in (residuals or {}).items():
@@ -131,10 +178,10 @@ class WireParts:
 
         What ``zero`` cuts is cut on its way, so that its residuals are whole.
         """
-        return self._engine.layout.tp > 1
+        return self._replica.layout.tp > 1
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return {name: own[0] for name, own in self._engine.spread.held.items()}
+        return {name: own[0] for name, own in self._replica.spread.held.items()}
 
     def _like_parameter(self, residual: Tensor, name: str) -> Tensor:
         parameter = self._parameters()[name]
@@ -154,7 +201,7 @@ class WireParts:
         )
         return Part(tuple(parameter.shape), residual.dtype, pieces)
 
-    def _load_residuals(
+    def _residuals_of(
         self, dp: int, there: Mapping[str, TensorEntry], load: Load
     ) -> dict[str, Tensor]:
         """Those of the data-parallel rank ``dp``, for the parameters that this rank holds."""
@@ -181,7 +228,7 @@ class WireParts:
             for name, entry in entries.items()
         }
         load({prefix + name: whole_part(tensor) for name, tensor in found.items()})
-        device = self._engine.device
+        device = self._replica.device
         return {name: tensor.to(device) for name, tensor in found.items()}
 
     def _residual(self, dp: int, name: str) -> str:
@@ -189,7 +236,7 @@ class WireParts:
 
     def _right(self, name: str) -> str:
         """Factors of tensor-parallel parts are those of one part each."""
-        return f"{PREFIX}{_RIGHT}/{self._engine.place.tp}/{name}"
+        return f"{PREFIX}{_RIGHT}/{self._replica.place.tp}/{name}"
 
     def _warn(self) -> None:
         warnings.warn(
