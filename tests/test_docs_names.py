@@ -176,6 +176,12 @@ def test_the_page_of_layouts_has_every_rule() -> None:
     assert told == {rule.name for rule in RULES}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_test_and_benchmark_exists(page: Path) -> None:
+    named = re.findall(r"`(?:python )?((?:tests|benchmarks|examples|recipes)/[\w/.]+)", page.read_text("utf-8"))
+    assert [name for name in named if not (ROOT / name.rstrip(".")).exists()] == []
+
+
 def test_the_page_of_configs_has_an_example_of_every_section() -> None:
     examples = [
         block.code for block in blocks(ROOT / "docs/guides/config.md") if block.language == "yaml"
