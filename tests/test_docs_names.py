@@ -176,9 +176,11 @@ def test_the_page_of_layouts_has_every_rule() -> None:
     assert told == {rule.name for rule in RULES}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_test_and_benchmark_exists(page: Path) -> None:
-    named = re.findall(r"`(?:python )?((?:tests|benchmarks|examples|recipes)/[\w/.]+)", page.read_text("utf-8"))
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "design.md"], ids=str)
+def test_every_file_of_ours_exists(page: Path) -> None:
+    # The design is left out: it names files of other projects, too.
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`(?:python )?((?:tests|benchmarks|examples|recipes)/[\w/.]+)", text)
     assert [name for name in named if not (ROOT / name.rstrip(".")).exists()] == []
 
 
