@@ -1,6 +1,6 @@
 """A griffe extension: what our docstrings write and the site's Markdown does not know.
 
-Sphinx roles become code. Parameters that share a line, ``outer_lr, outer_momentum: …``, become one
+Sphinx roles become code, and ``::`` before a block a colon. Parameters that share a line, ``outer_lr, outer_momentum: …``, become one
 entry each, so that the build can check every one of them against the signature.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`~?([^`]+)`")
+LITERAL = re.compile(r"::$", re.MULTILINE)
 SHARED = re.compile(r"^(?P<indent> +)(?P<first>\w+)(?P<others>(?:, \w+)+): ", re.MULTILINE)
 NEXT_ENTRY = re.compile(r"\n(?=\s*\n|\s*\w+(?:, \w+)*: |\Z)")
 
@@ -22,7 +23,7 @@ class DocstringRoles(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Change the docstring of ``obj``, if it has one."""
         if obj.docstring is not None:
-            text = ROLE.sub(r"`\1`", obj.docstring.value)
+            text = LITERAL.sub(":", ROLE.sub(r"`\1`", obj.docstring.value))
             obj.docstring.value = one_entry_each(text) if "Args:" in text else text
 
 
