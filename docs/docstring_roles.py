@@ -1,7 +1,8 @@
 """A griffe extension: what our docstrings write and the site's Markdown does not know.
 
-Sphinx roles become code, and ``::`` before a block a colon. Parameters that share a line, ``outer_lr, outer_momentum: …``, become one
-entry each, so that the build can check every one of them against the signature.
+Sphinx roles become code, and ``::`` before a block becomes a colon. Parameters that share a line,
+``outer_lr, outer_momentum: …``, become one entry each, so that the build can check every one of
+them against the signature.
 """
 
 from __future__ import annotations
