@@ -63,11 +63,11 @@ from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.compose import check_layout, needs_sample, spread
+from paceline.parallel.loss_term import Term
 from paceline.parallel.meta import is_on_meta
 from paceline.parallel.offload import offload_state
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.spread import Spread
-from paceline.parallel.term import Term
 from paceline.world import World, collectives
 
 # Ranks with different ones would not compute one step; most others would not even meet.

@@ -20,7 +20,7 @@ from paceline.engine.checks import another_model, check_optimizer_state, load_sc
 from paceline.engine.local_parts import LocalParts
 from paceline.engine.repoint import install
 from paceline.engine.wire_parts import WireParts
-from paceline.parallel.whole import held_runs, local
+from paceline.parallel.dtensor import held_runs, local
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.engine.batch import move, placeholder, split, split_into
 from paceline.engine.checks import check_depends_on_parameters
 from paceline.parallel import sync_batchnorm
-from paceline.parallel.term import Term
+from paceline.parallel.loss_term import Term
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

@@ -13,7 +13,7 @@ from paceline.compress.hierarchy import Hierarchical, Levels, find_nodes
 from paceline.compress.timing import BackwardTimer, measure, measure_link
 from paceline.compress.wire import Wire
 from paceline.engine.wiring import Wiring, group_for_gradients
-from paceline.parallel.exchanging import sparse_embedding
+from paceline.parallel.averaging import sparse_embedding
 from paceline.parallel.spread import data_ranks
 from paceline.wire import Compression, Reduction
 from paceline.wire.buckets import DEFAULT_MIB, MIB, tune

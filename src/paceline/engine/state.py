@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.engine.checks import another_model, check_optimizer_state, load_schedule
 from paceline.engine.repoint import Held
 from paceline.engine.wire_parts import WireParts
+from paceline.parallel.dtensor import local, part_of, whole
 from paceline.parallel.spread import stage_group
-from paceline.parallel.whole import local, part_of, whole
 from paceline.world import collectives
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.parallel.whole import local
+from paceline.parallel.dtensor import local
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

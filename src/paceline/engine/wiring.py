@@ -15,9 +15,9 @@ from paceline.compress.hook import Hook
 from paceline.compress.scatter import Cut, Scatter
 from paceline.compress.wire import Wire
 from paceline.layout import Layout
-from paceline.parallel.exchanging import UnitParameter
+from paceline.parallel.averaging import UnitParameter
+from paceline.parallel.dtensor import cuts
 from paceline.parallel.spread import data_ranks
-from paceline.parallel.whole import cuts
 from paceline.wire import Compression
 from paceline.world import World
 from paceline.world.group import backend_by_device

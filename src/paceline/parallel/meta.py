@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import TrainingError
-from paceline.parallel.same_values import fingerprint
-from paceline.parallel.whole import part_of
+from paceline.parallel.broadcast_weights import fingerprint
+from paceline.parallel.dtensor import part_of
 from paceline.world import rng_state, seed_everything, set_rng_state
 
 Init = Callable[[nn.Module], None]

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 
 from paceline.errors import LayoutError, TrainingError
 from paceline.nested import map_tensors, tensors
-from paceline.parallel.exchanging import Averaging, UnitParameter, sparse_embedding
+from paceline.parallel.averaging import Averaging, UnitParameter, sparse_embedding
 from paceline.parallel.shard.gloo_collectives import ExchangeAndSum, Gather, SumBy
 from paceline.parallel.shard.mixed_precision import LOW, cast_inputs, cast_result
 from paceline.parallel.shard.outside_calls import OutsideCalls

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from paceline.nested import tensors
+from paceline.parallel.dtensor import cuts
 from paceline.parallel.shard.scalars import Scalars
-from paceline.parallel.whole import cuts
 from paceline.torch_internals import after_backward, make_fsdp_root
 
 

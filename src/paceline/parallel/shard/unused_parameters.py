@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from paceline.nested import tensors
-from paceline.parallel.whole import local
+from paceline.parallel.dtensor import local
 from paceline.torch_internals import after_backward
 
 

@@ -15,7 +15,7 @@ from paceline.engine import engine as engine_module
 from paceline.engine.batch import batch_size
 from paceline.engine.passes import Passes
 from paceline.parallel import spread as spread_module
-from paceline.parallel.whole import cuts, local
+from paceline.parallel.dtensor import cuts, local
 from paceline.prove.rehearsal import tied
 from paceline.prove.samples import swapped, take
 
