@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.engine.options import compression_of
 from paceline.errors import CheckpointError, LossError, TrainingError
-from paceline.parallel.exchanging import sparse_embedding
+from paceline.parallel.averaging import sparse_embedding
 from paceline.wire import Compression, Reduction
 
 _NAMES_TOLD = 5

@@ -21,8 +21,8 @@ from paceline.engine.loss import LossModule
 from paceline.engine.precision import Precision
 from paceline.engine.step_timing import Clock
 from paceline.parallel import sync_batchnorm
+from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline.options import Pipelining
-from paceline.parallel.term import Term
 from paceline.sync.protocol import StepSync
 from paceline.sync.replica import Replica
 

@@ -19,7 +19,7 @@ from paceline.engine.checks import another_model, check_optimizer_state
 from paceline.engine.context import StepContext
 from paceline.engine.optimizer_groups import install
 from paceline.engine.whole_model import WholeModel
-from paceline.parallel.whole import held_runs, local
+from paceline.parallel.dtensor import held_runs, local
 from paceline.sync.protocol import Load, Saved
 
 OBJECT = "engine"

@@ -22,9 +22,9 @@ from torch import nn
 
 from paceline.layout import Layout
 from paceline.layout.rules import ZERO_BUBBLE, Request, check_rules
+from paceline.parallel.averaging import Averaging
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.device_map import DeviceLike, place
-from paceline.parallel.exchanging import Averaging
 from paceline.parallel.pipeline import Pipeline, Pipelining, cut
 from paceline.parallel.recompute import Recompute, recompute
 from paceline.parallel.replicate import replicate

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.exchanging import Averaging
+from paceline.parallel.averaging import Averaging
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.numbers import Numbers, Problem
 from paceline.sync.plain_state import PlainState

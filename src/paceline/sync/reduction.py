@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from paceline.parallel.exchanging import sparse_embedding
+from paceline.parallel.averaging import sparse_embedding
 from paceline.parallel.spread import data_ranks
 from paceline.sync.averaging import GradientAveraging, group_for_gradients
 from paceline.sync.hierarchical import Hierarchical, Levels, find_nodes
