@@ -180,30 +180,6 @@ def snapshots_in_memory(
     ]
 
 
-def find_in_memory(
-    run: str | os.PathLike[str],
-    group: dist.ProcessGroup | None,
-    *,
-    identity: str = "",
-    root: str | os.PathLike[str] = ROOT,
-    on_problem: Callable[[str], None] | None = None,
-    digest: Digest = XXH3,
-) -> MemoryCheckpoint | None:
-    """The newest snapshot that is whole, from copies where need be. A collective.
-
-    ``None`` where there is none; what was not whole is told to ``on_problem``.
-    """
-    for held in snapshots_in_memory(
-        run, group, identity=identity, root=root, on_problem=on_problem, digest=digest
-    ):
-        try:
-            return held.open()
-        except CheckpointError as error:
-            if on_problem is not None:
-                on_problem(str(error))
-    return None
-
-
 def _look(folder: Path, header: Header, digest: Digest) -> _Checked:
     """Check a segment of this node, and take out what all ranks should know of it."""
     path = f"{header.name}.bin"
