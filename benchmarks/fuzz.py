@@ -158,7 +158,7 @@ def _warm_up() -> None:
     import paceline.cli.checkpoint_views
     import paceline.config
     import paceline.diagnose.story
-    import paceline.diagnose.story.text
+    import paceline.diagnose.story.report
     import paceline.track.console  # noqa: F401
 
     assert safetensors.torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.checkpoint_screen import metrics_text, show_json, show_table, when
 from paceline.cli.screen import echo
-from paceline.track.pace import size
+from paceline.formatting import size
 
 if TYPE_CHECKING:
     from paceline.checkpoint.listing import Listed

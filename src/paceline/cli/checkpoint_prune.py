@@ -74,7 +74,7 @@ def _confirmed(plan: PrunePlan, snapshots: list[Snapshots], yes: bool) -> bool:
 def _report(
     plan: PrunePlan, removed: list[str], snapshots: list[Snapshots], as_json: bool, *, done: bool
 ) -> None:
-    from paceline.track.pace import plural, size
+    from paceline.formatting import plural, size
 
     if as_json:
         show_json(

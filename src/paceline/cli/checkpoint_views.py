@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.checkpoint_screen import bar, metrics_text, show_json, show_table, shown, when
 from paceline.cli.screen import echo
-from paceline.track.pace import count, duration, plural, size
+from paceline.formatting import count, duration, plural, size
 from paceline.untrusted import printable
 
 if TYPE_CHECKING:

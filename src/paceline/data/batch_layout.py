@@ -6,23 +6,22 @@ It steers nothing: a batch that was changed on the way has no known origin.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from paceline.errors import DataError
 from paceline.layout import Layout
+from paceline.nested import tensors
 
 _origins: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
 
 
 def remember(batch: Any, layout: Layout) -> None:
     """Note that ``batch`` was cut for ``layout``."""
-    tensor = _first_tensor(batch)
+    tensor = next(tensors(batch, every_field=True), None)
     if tensor is not None:
         key = id(tensor)
         _origins[key] = (weakref.ref(tensor, lambda _: _origins.pop(key, None)), layout)
@@ -30,7 +29,7 @@ def remember(batch: Any, layout: Layout) -> None:
 
 def check_origin(batch: Any, layout: Layout) -> None:
     """Raise where ``batch`` came from a loader that shares samples out in another way."""
-    tensor = _first_tensor(batch)
+    tensor = next(tensors(batch, every_field=True), None)
     known = None if tensor is None else _origins.get(id(tensor))
     if known is not None and known[0]() is tensor:
         check_shares("the batch was cut", known[1], layout)
@@ -55,17 +54,3 @@ def _ranks(layout: Layout) -> str:
 @functools.lru_cache(maxsize=64)
 def _shares(layout: Layout) -> tuple[int, ...]:
     return tuple(layout.place(rank).dp for rank in range(layout.world_size))
-
-
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, Mapping):
-        parts: Any = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        return None
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)

@@ -6,14 +6,13 @@ objects such as Hugging Face's ``BatchEncoding``, and dataclasses.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from paceline.errors import DataError
+from paceline.nested import parts_of, with_parts
 
 _SCALARS = (str, bytes, int, float, complex, bool, type(None))
 
@@ -127,26 +126,11 @@ def _first_rows(value: Any, where: str) -> int | None:
 
 def _open(value: Any, where: str) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]]:
     """The parts of a container by name, and how to build one like it from other parts."""
-    if isinstance(value, Mapping):
-        return dict(value), lambda parts: _mapping_like(value, parts)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return dict(zip(value._fields, value, strict=True)), lambda parts: type(value)(**parts)
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value)), lambda parts: type(value)(parts.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value) if f.init]
-        fields = {name: getattr(value, name) for name in names}
-        return fields, lambda parts: dataclasses.replace(value, **parts)
-    raise DataError(_not_understood(where, f"a {type(value).__module__}.{type(value).__name__}"))
-
-
-def _mapping_like(original: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
-    if type(original) is dict:
-        return parts
-    clone: Any = copy.copy(original)  # keeps what a dict-like object carries beside its items
-    for key, part in parts.items():
-        clone[key] = part
-    return clone
+    parts = parts_of(value)
+    if parts is None:
+        kind = f"a {type(value).__module__}.{type(value).__name__}"
+        raise DataError(_not_understood(where, kind))
+    return parts, lambda others: with_parts(value, others)
 
 
 def _is_array(value: Any) -> bool:

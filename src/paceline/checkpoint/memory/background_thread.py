@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from paceline.launch.endurance import Endurance
+from paceline.launch.background_errors import BackgroundErrors
 
 
 class BackgroundThread:
@@ -39,10 +39,10 @@ class BackgroundThread:
             self._thread = None
 
     def _work(self) -> None:
-        endurance = Endurance("the thread that keeps snapshots")  # the next one waits for it
+        errors = BackgroundErrors("the thread that keeps snapshots")  # the next one waits for it
         while (job := self._jobs.get()) is not None:
             try:
-                with endurance.turn("a snapshot was not kept"):
+                with errors.reported("a snapshot was not kept"):
                     job()
             finally:
                 self._idle.set()
