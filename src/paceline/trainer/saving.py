@@ -25,7 +25,15 @@ from paceline.checkpoint.hashing import Digest, make_digest
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
 from paceline.checkpoint.memory.find import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
 from paceline.checkpoint.memory.snapshots import MemorySnapshots
+from paceline.checkpoint.nested_tensors import is_large, put_together, take_apart
 from paceline.checkpoint.rank_state import Part, RankState, whole_part
+from paceline.checkpoint.restore import (
+    CheckpointDoesNotFit,
+    OpenedCheckpoint,
+    fill,
+    first_problem,
+    on_all_ranks,
+)
 from paceline.checkpoint.restore_order import RestoreAttempt, RestoreCandidate, restore_newest
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.sharded.async_saver import AsyncSaver, SaveOutcome
@@ -36,8 +44,6 @@ from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError, Tra
 from paceline.events import Event, RestoreTried
 from paceline.trainer.options import Checkpointing
 from paceline.trainer.reporting import trouble
-from paceline.trainer.restoring import DoesNotFit, Opened, fill, first_problem, together
-from paceline.trainer.trees import is_large, put_together, take_apart
 from paceline.version import __version__
 from paceline.world import collectives, rng_state, set_rng_state
 
@@ -279,7 +285,7 @@ class Checkpoints:
         """
         try:
             restored = restore_newest(self._rungs(), self._tried, agree=first_problem)
-        except DoesNotFit as error:
+        except CheckpointDoesNotFit as error:
             raise error.reason from None
         if restored is None and (old := self._from_main(self.folder.old_format)):
             raise CheckpointError(
@@ -346,14 +352,14 @@ class Checkpoints:
         """Take over one checkpoint; raises CheckpointDamaged, on all ranks, if it is not whole."""
         checkpoint = find()
         try:
-            opened = together(lambda: Opened(checkpoint, self._wanted))
+            opened = on_all_ranks(lambda: OpenedCheckpoint(checkpoint, self._wanted))
             load = functools.partial(fill, self._world, checkpoint)
             self.engine.parts.take(opened, load)
             self._restore_objects(opened, load)
         except CheckpointDamaged:
             raise
         except CheckpointError as error:
-            raise DoesNotFit(error) from error
+            raise CheckpointDoesNotFit(error) from error
         finally:
             if isinstance(checkpoint, MemoryCheckpoint) and self.engine.after_spreading is None:
                 checkpoint.close()
@@ -366,7 +372,9 @@ class Checkpoints:
     def _wanted(self, name: str) -> bool:
         return not name.startswith(_RANDOM) or name == f"{_RANDOM}{self._world.rank}"
 
-    def _restore_objects(self, opened: Opened, load: Callable[[dict[str, Part]], None]) -> None:
+    def _restore_objects(
+        self, opened: OpenedCheckpoint, load: Callable[[dict[str, Part]], None]
+    ) -> None:
         tensors = opened.manifest.tensors
         found: dict[str, dict[str, Tensor]] = {}
         parts: dict[str, Part] = {}
@@ -443,7 +451,7 @@ def _agreed_digest(options: Checkpointing) -> Digest:
         except ConfigError as error:
             raise CheckpointError(str(error)) from None
 
-    digest = together(read)
+    digest = on_all_ranks(read)
     if len(found := set(collectives.all_gather_object(digest.key_id))) > 1:
         raise CheckpointError(
             f"{options.digest_key} is not the same key on all ranks ({', '.join(sorted(found))}). "

@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.checkpoint.best import Mode
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.locate import Which, find_checkpoint
+from paceline.checkpoint.restore import OpenedCheckpoint, fill, on_all_ranks
 from paceline.checkpoint.weights.export import aliases_of, extra_of
 from paceline.engine import Engine
 from paceline.engine.parts import MODEL, as_part
 from paceline.engine.parts import OBJECT as ENGINE
 from paceline.errors import CheckpointError, TrainingError
-from paceline.trainer.restoring import Opened, fill, together
 
 _SHOWN = 5
 
@@ -61,8 +61,8 @@ def load_weights(
         find_checkpoint, where, which, metric=metric, mode=mode, follow=follow, key=key
     )
     if isinstance(model, Engine):
-        checkpoint = together(find)
-        opened = together(lambda: Opened(checkpoint, lambda name: name == ENGINE))
+        checkpoint = on_all_ranks(find)
+        opened = on_all_ranks(lambda: OpenedCheckpoint(checkpoint, lambda name: name == ENGINE))
         load = functools.partial(fill, model.world, checkpoint)
         model.parts.take(opened, load, weights_only=True, strict=strict)
     else:
