@@ -63,7 +63,7 @@ class Folder:
     ) -> Checkpoint | None:
         """The newest checkpoint of which every byte is as it was saved; ``None`` if there is none.
 
-        Each one that is damaged is told to ``on_damage``, left as it is and stepped over. Where
+        Each one that is damaged is given to ``on_damage``, left as it is and stepped over. Where
         all of them are damaged, that is an error: to begin again would throw the run away.
         """
         said = ""

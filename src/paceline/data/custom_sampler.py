@@ -104,8 +104,8 @@ class SamplerSource(MapSource):
         if first:
             self._probes = tuple(batch[:1] + batch[1:][-1:])
         plain = [int(i) if isinstance(i, torch.Tensor) and i.ndim == 0 else i for i in batch]
-        told = Leaf(INDICES, f"{len(batch)} drawn", (*plain[:3], digest(plain)))
-        return (self._probes if first else ()), (("the sampler's batch of ", (told,)),)
+        indices = Leaf(INDICES, f"{len(batch)} drawn", (*plain[:3], digest(plain)))
+        return (self._probes if first else ()), (("the sampler's batch of ", (indices,)),)
 
     def _epoch(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of one epoch, drawn on generators that every rank seeds alike."""
