@@ -19,7 +19,7 @@ from paceline.data.fingerprints import INDICES, Leaf, digest
 from paceline.data.map_dataset import BatchRequest, MapSource
 from paceline.data.randomness import RandomStream, seed_for
 from paceline.data.rank_comparison import Drawn
-from paceline.data.sample_source import Fetching, LoaderPosition
+from paceline.data.sample_source import Fetching, LoaderPosition, set_epoch
 from paceline.errors import DataError
 
 
@@ -110,8 +110,7 @@ class SamplerSource(MapSource):
     def _epoch(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of one epoch, drawn on generators that every rank seeds alike."""
         for part in self._parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+            set_epoch(part, epoch)
         draw = RandomStream(seed_for(self.seed, epoch))
         iterator = draw.run(lambda: iter(self.batches))
         while (batch := draw.run(lambda: next(iterator, None))) is not None:

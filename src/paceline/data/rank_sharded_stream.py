@@ -29,6 +29,7 @@ from paceline.data.sample_source import (
     Reader,
     SampleSource,
     read_through,
+    set_epoch,
 )
 from paceline.errors import DataError
 from paceline.layout import Layout
@@ -144,8 +145,7 @@ class _OwnStream(IterableDataset[Any]):
 
     def _open(self) -> Iterator[Any]:
         dataset = self.source.dataset
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(self.epoch)
+        set_epoch(dataset, self.epoch)
         samples = iter(dataset)
         skipped = sum(1 for _ in islice(samples, self.offset))
         if skipped < self.offset:
