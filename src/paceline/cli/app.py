@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from paceline import __version__
 from paceline.cli import bench, checkpoint, config
 from paceline.cli.diagnose import diagnose
 from paceline.cli.doctor import doctor
@@ -22,6 +21,7 @@ from paceline.cli.secret import secret
 from paceline.cli.train import train
 from paceline.cli.train_usage import TrainCommand
 from paceline.cli.verify import verify
+from paceline.version import __version__
 
 
 class _Commands(TyperGroup):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from paceline.events import CheckpointFailed, Event, EventLog, Note, RestoreTried
-from paceline.events.wording import line_of, warns
+from paceline.events import Event, EventLog, Note
+from paceline.events.wording import checkpoint_trouble, line_of, warns
 from paceline.launch import notices
 from paceline.track import Tracker
 from paceline.trainer.history import History
@@ -35,7 +35,7 @@ class Reporter:
     def emit(self, event: Event) -> None:
         """Report one event."""
         self.history.add(event)
-        if self._warns and (told := trouble(event)) is not None:
+        if self._warns and (told := checkpoint_trouble(event)) is not None:
             warnings.warn(told, stacklevel=3)
         lost = self._log is not None and not self._log.write(event)
         # Whoever shows the events of this run cannot read this one there.
@@ -72,9 +72,3 @@ class Reporter:
                     f"{error}). The run goes on without it.",
                 )
             )
-
-
-def trouble(event: Event) -> str | None:
-    """What went wrong with a checkpoint, in a sentence; ``None`` for other events."""
-    about_checkpoints = isinstance(event, CheckpointFailed | RestoreTried)
-    return line_of(event) if about_checkpoints and warns(event) else None
