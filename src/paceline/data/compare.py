@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from paceline.data.prints import INDICES, Leaf, Print, but, differing, digest, digest_of, is_among
 from paceline.errors import DataError
 from paceline.world import World, collectives
-from paceline.world.agreement import meet
+from paceline.world.agreement import agree_on_call
 
 Drawn = tuple[tuple[str, Print], ...]
 """Some samples that were drawn for a batch: what to call each of them, and its print."""
@@ -114,7 +114,9 @@ class Comparison:
             told = (self._facts, state, self._batches, self._samples, self._digests())
             number = digest(told)
             everyone = self._world.everyone
-            numbers = meet(everyone, "comparing what ranks draw", checks=True, number=number)
+            numbers = agree_on_call(
+                everyone, "comparing what ranks draw", checks=True, number=number
+            )
         if any(other != number for other in numbers):
             self._look_closer(state)
         self._facts, self._drawn = {}, []

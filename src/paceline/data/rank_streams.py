@@ -26,7 +26,7 @@ from paceline.data.streams import collated
 from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.world import World
-from paceline.world.agreement import meet
+from paceline.world.agreement import agree_on_call
 
 _LOOKS = 8
 """Exchanges of an epoch that look for ranks that read the same stream."""
@@ -190,7 +190,9 @@ class _Running:
         world = World.current()
         mine = _Told(samples, len(self._prints) > 1, self._exact, self._rough).packed()
         with world.pulse.during("waiting"):
-            numbers = meet(world.everyone, "sharing out rank streams", checks=True, number=mine)
+            numbers = agree_on_call(
+                world.everyone, "sharing out rank streams", checks=True, number=mine
+            )
         told = [_Told.unpacked(number) for number in numbers]
         places = [layout.place(rank).dp for rank in range(layout.world_size)]
         first = {place: rank for rank, place in reversed(list(enumerate(places)))}

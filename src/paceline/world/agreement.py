@@ -26,7 +26,7 @@ _WORDS = 400
 """Bytes kept of a call in words, when calls differ."""
 
 
-def meet(
+def agree_on_call(
     group: Group,
     call: str,
     *,
