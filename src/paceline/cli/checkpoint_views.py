@@ -110,7 +110,7 @@ def _shortened(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckedCheckpoint:
     """What reading every byte of a checkpoint found."""
 
     path: str
@@ -120,7 +120,7 @@ class Verdict:
     damages: list[Damage]
 
 
-def verified(checkpoint: Checkpoint) -> Verdict | None:
+def verified(checkpoint: Checkpoint) -> CheckedCheckpoint | None:
     """Read every byte of a checkpoint, with a bar; ``None`` if it was deleted meanwhile."""
     from paceline.checkpoint.manifest import NAME
     from paceline.errors import CheckpointError
@@ -137,23 +137,25 @@ def verified(checkpoint: Checkpoint) -> Verdict | None:
     if damages and was_there and checkpoint.storage.size(manifest) is None:
         echo(f"{shown(checkpoint.path)} was deleted meanwhile", err=True)
         return None
-    return Verdict(checkpoint.path, checkpoint.step, total, time.perf_counter() - started, damages)
+    return CheckedCheckpoint(
+        checkpoint.path, checkpoint.step, total, time.perf_counter() - started, damages
+    )
 
 
-def show_verdicts(verdicts: Sequence[Verdict], as_json: bool) -> None:
+def show_checked(results: Sequence[CheckedCheckpoint], as_json: bool) -> None:
     """Print what is whole and what is damaged."""
     if as_json:
         show_json(
-            {"ok": not any(v.damages for v in verdicts), "checkpoints": list(map(asdict, verdicts))}
+            {"ok": not any(v.damages for v in results), "checkpoints": list(map(asdict, results))}
         )
         return
-    for verdict in verdicts:
-        if not verdict.damages:
-            speed = f"{size(verdict.bytes)} in {duration(verdict.seconds)}"
-            echo(f"whole: {shown(verdict.path)} ({speed})")
+    for result in results:
+        if not result.damages:
+            speed = f"{size(result.bytes)} in {duration(result.seconds)}"
+            echo(f"whole: {shown(result.path)} ({speed})")
             continue
-        echo(f"damaged: {shown(verdict.path)}")
-        for damage in verdict.damages:
+        echo(f"damaged: {shown(result.path)}")
+        for damage in result.damages:
             echo(f"  {damage}")
 
 

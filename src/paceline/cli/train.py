@@ -341,12 +341,12 @@ def _meet(
     script: str | None = None,
 ) -> Joined:
     """Meet the launchers of the other machines, and agree with them on the run."""
-    from paceline.cli.train_nodes import Nodes, asked_of, meet
+    from paceline.cli.train_nodes import SharedRunFolder, asked_of, meet
     from paceline.config import dump
     from paceline.config.keys import flat
 
     is_script = script is not None
-    nodes = Nodes(
+    nodes = SharedRunFolder(
         choice,
         config_text=None if is_script else dump(config),
         checkpoint_where=config.checkpoint.where,

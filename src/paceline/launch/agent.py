@@ -363,7 +363,7 @@ class Agent(SimpleElasticAgent):
             self._workers.send(signal.SIGTERM)
             self._workers.wait(self._job.grace / 2)
 
-    # OutcomeStore: reached, and followed.
+    # Outcomes: agreed on, and acted on.
 
     def _ending(self, kind: Any, error: str, *, step: int | None = None) -> Ending:
         last, moved, seconds = self._progress()

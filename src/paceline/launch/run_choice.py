@@ -38,7 +38,7 @@ class RunChoice:
     def take(self, path: str) -> RunFolder:
         """The folder ``path`` that another launcher says it made, where we could have made it, too.
 
-        Whoever reaches the meeting place can write such a message, so that it only chooses among
+        Whoever reaches the rendezvous can write such a message, so it only chooses among
         the folders that this launcher was asked to use: the one that was named, or one of that
         name and any time. Raises ``ConfigError`` for every other.
         """
