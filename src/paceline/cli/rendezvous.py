@@ -1,4 +1,4 @@
-"""``paceline rendezvous``: the rendezvous store as a process of its own, on a machine that stays."""
+"""``paceline rendezvous``: the rendezvous store as a process of its own, on a lasting machine."""
 
 from __future__ import annotations
 
