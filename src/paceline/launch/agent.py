@@ -150,7 +150,7 @@ class Agent(SimpleElasticAgent):
     # The hooks of the elastic agent.
 
     def _rendezvous(self, worker_group: Any) -> None:
-        """Form a world with the other launchers, repeated until all of them hear of each other."""
+        """Form a world with the other launchers, repeated until all of them are in it."""
         while True:
             self._stop_if_asked()
             try:

@@ -48,7 +48,7 @@ class StoreRefused(StoreUnreachable):
 
 
 class ForeignStore(StoreUnreachable):
-    """Somebody listens there who does not have our secret."""
+    """Whoever listens there does not have our secret."""
 
 
 class StoreConnection:
