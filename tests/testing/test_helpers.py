@@ -62,7 +62,7 @@ DIFFERENT = [
 def test_the_first_difference_is_named(a, b, message):
     with pytest.raises(AssertionError) as caught:
         assert_same(a, b)
-    assert str(caught.value) == message + " (allowed: equal to the bit)"
+    assert str(caught.value) == message + " (allowed: bitwise-identical)"
 
 
 def test_tolerances_count():

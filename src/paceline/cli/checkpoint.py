@@ -158,7 +158,7 @@ def diff(
 ) -> None:
     """Say which tensors and objects of two checkpoints differ, and by how much.
 
-    They may be of different layouts. The exit status is 0 when they are equal to the bit, 1 when
+    They may be of different layouts. The exit status is 0 when they are bitwise-identical, 1 when
     they differ, 2 for a mistake. How many seconds a run took (loop/epoch_seconds) does not count.
     """
     from paceline.checkpoint.diff import bytes_to_read, diff_checkpoints

@@ -186,10 +186,10 @@ def show_difference(
         echo(f"… and {left} more; --limit 0 lists all")
     equal = f"{plural(found.equal_tensors, 'tensor')} and {plural(found.equal_objects, 'object')}"
     if found.equal:
-        echo(f"equal to the bit: {equal}")
+        echo(f"bitwise-identical: {equal}")
     else:
         differ = f"{plural(len(found.tensors), 'tensor')} and {plural(len(found.objects), 'value')}"
-        echo(f"{differ} differ; {equal} are equal to the bit")
+        echo(f"{differ} differ; {equal} are bitwise-identical")
     for clock in found.clocks:
         echo(f"not counted, being seconds: {clock.name}, {clock.a} in A, {clock.b} in B")
 

@@ -1,8 +1,8 @@
 """The state of torch's dynamic rendezvous, kept in the store as JSON.
 
 Torch's own backend stores a pickle, and anyone who reaches the store could have every launcher
-execute code. Here the state is written field by field and read back with every field checked; the pickle
-that torch's handler wants to see is made in this process, of what was checked.
+execute code. Here the state is written field by field and read back with every field checked; the
+pickle that torch's handler wants to see is made in this process, from what was checked.
 
 This is the one file that knows the private classes of
 ``torch.distributed.elastic.rendezvous.dynamic_rendezvous``; a test says when they change.
