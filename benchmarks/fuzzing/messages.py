@@ -17,14 +17,14 @@ from typing import Any
 from torch.distributed import HashStore
 
 from fuzzing.mutations import Mutator
-from paceline.diagnose.hangs import explain
 from paceline.diagnose.hangs.coordinator import Coordinator
 from paceline.diagnose.hangs.mismatch import digest
 from paceline.diagnose.hangs.report import Beat, Call, Frame, Message, Place, Report
 from paceline.diagnose.hangs.verdict import judge
-from paceline.doctor.together import Card, Ways
+from paceline.doctor.multi_node import LinkReport, MachineCard
 from paceline.errors import PacelineError
 from paceline.events import Event, EventLog, Note, StepDone
+from paceline.events.wording import moving_again
 from paceline.launch.logs import LogName
 from paceline.launch.messages import BadMessage, decode
 from paceline.launch.outcome import WorldOutcome
@@ -172,7 +172,7 @@ def _hang(text: bytes, box: Path) -> None:
             coordinator.tick()
         reports = board.reports(1, range(_RANKS))
         if reports and (finding := judge(reports, 1.0)) is not None:
-            explain.over_text(finding.seconds)
+            moving_again(finding.seconds)
             Progress().handle(Note(message=finding.detail))
 
 
@@ -257,6 +257,9 @@ _KINDS: dict[str, tuple[Callable[[], Any], Callable[[bytes, Path], None]]] = {
     "digest": (_sound_digest, _hang),
     "rendezvous": (_sound_state, _rendezvous),
     "world": (_sound_current, _of_kind(CurrentWorld)),
-    "card": (lambda: asdict(Card("alpha", "10.0.0.1", "", 5, "0a1b2c3d")), _of_kind(Card)),
-    "links": (lambda: asdict(Ways([], [])), _of_kind(Ways)),
+    "card": (
+        lambda: asdict(MachineCard("alpha", "10.0.0.1", "", 5, "0a1b2c3d")),
+        _of_kind(MachineCard),
+    ),
+    "links": (lambda: asdict(LinkReport([], [])), _of_kind(LinkReport)),
 }

@@ -18,7 +18,7 @@ import pytest
 from node_cases import wait_for
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from paceline.checkpoint.memory.background import Worker
+from paceline.checkpoint.memory.background_thread import BackgroundThread
 from paceline.cli.train_nodes import SharedRunFolder
 from paceline.diagnose.hangs import stand_in
 from paceline.diagnose.hangs.board import Board
@@ -341,7 +341,7 @@ def test_messages_come_out_as_they_went_in() -> None:
 
 
 def test_a_snapshot_that_fails_does_not_end_the_thread_that_keeps_them(capfd) -> None:
-    background = Worker()
+    background = BackgroundThread()
     done: list[int] = []
     for job in (lambda: 1 // 0, lambda: done.append(1)):
         background.begin(job)

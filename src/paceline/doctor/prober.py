@@ -49,9 +49,9 @@ class Prober:
     @property
     def hello(self) -> dict[str, Any]:
         """Versions of torch, CUDA and NCCL; or ``{"error": why there are none}``."""
-        return self._result(self._waiting[None], _IMPORT_TIMEOUT_S)
+        return self.wait_for(self._waiting[None], _IMPORT_TIMEOUT_S)
 
-    def submit(self, job: str, timeout: float, **arguments: Any) -> Job:
+    def submit(self, job: str, timeout: float, **arguments: Any) -> ProbeJob:
         """Ask for a job of :mod:`paceline.doctor.jobs`."""
         number = next(self._ids)
         future: Future[dict[str, Any]] = Future()
@@ -66,7 +66,7 @@ class Prober:
             self._process.stdin.flush()
         except (OSError, ValueError):
             future.cancel()
-        return Job(self, future, timeout)
+        return ProbeJob(self, future, timeout)
 
     def close(self) -> None:
         """End the process and whatever it started."""
@@ -89,7 +89,8 @@ class Prober:
         self._guard.forget([group])
         self._guard.close()
 
-    def _result(self, future: Future[dict[str, Any]], timeout: float) -> dict[str, Any]:
+    def wait_for(self, future: Future[dict[str, Any]], timeout: float) -> dict[str, Any]:
+        """What the process answers; ``{"error": …}`` where it does not."""
         try:
             return future.result(timeout)
         except TooLate:
@@ -117,7 +118,7 @@ class Prober:
                 self._last_words = [*self._last_words[-20:], line.strip()]
 
 
-class Job:
+class ProbeJob:
     """A job under way."""
 
     def __init__(self, prober: Prober, future: Future[dict[str, Any]], timeout: float) -> None:
@@ -127,4 +128,4 @@ class Job:
 
     def result(self) -> dict[str, Any]:
         """What came of it; ``{"error": …}`` where nothing did."""
-        return self._prober._result(self._future, self._timeout + _IMPORT_TIMEOUT_S + _SLACK_S)
+        return self._prober.wait_for(self._future, self._timeout + _IMPORT_TIMEOUT_S + _SLACK_S)

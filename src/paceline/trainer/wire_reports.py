@@ -7,7 +7,7 @@ from collections.abc import Callable
 from paceline.engine import Engine
 from paceline.engine.traffic import LeftAlone, Traffic, left_alone, sent_in
 from paceline.events import Event, Note, WireUsed
-from paceline.track.pace import plural, size
+from paceline.formatting import plural, size
 from paceline.world import collectives
 
 EVERY = 50

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from paceline.events import Event, HangFound, HangOver, append
+from paceline.events.wording import moving_again
 from paceline.launch.background_errors import BackgroundErrors
 from paceline.launch.hang_watcher import DetectedHang, StartedRanks
 from paceline.untrusted import printable
@@ -79,7 +80,6 @@ class HangOverseer:
 
     def tell(self, news: Finding | Over) -> None:
         """Pass on what was found, or that it is over."""
-        from paceline.diagnose.hangs.explain import over_text
         from paceline.diagnose.hangs.verdict import Finding
 
         event: Event
@@ -96,7 +96,7 @@ class HangOverseer:
             text = news.detail
         else:
             event = HangOver(step=news.step, seconds=news.seconds)
-            text = over_text(news.seconds)
+            text = moving_again(news.seconds)
         if self._events_dir is not None:
             append(self._events_dir, event)  # a full disk may be why the run stands still
         if self._say is not None:

@@ -26,6 +26,7 @@ from paceline.diagnose.hangs.coordinator import Coordinator, Over
 from paceline.diagnose.hangs.report import Beat, Call, GroupKey, Report
 from paceline.diagnose.hangs.verdict import Finding
 from paceline.diagnose.pulse import OUTSIDE, PHASES, Pulse
+from paceline.events.wording import moving_again
 from paceline.launch import error_report
 from paceline.launch.background_errors import BackgroundErrors
 from paceline.untrusted import printable
@@ -262,5 +263,5 @@ class _Lead:
 
 
 def _print(news: Finding | Over) -> None:
-    text = news.detail if isinstance(news, Finding) else explain.over_text(news.seconds)
+    text = news.detail if isinstance(news, Finding) else moving_again(news.seconds)
     print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)
