@@ -130,7 +130,7 @@ def verified(checkpoint: Checkpoint) -> CheckedCheckpoint | None:
     try:
         total = checkpoint.manifest.size
     except CheckpointError:
-        total, was_there = 0, False  # told as a damage
+        total, was_there = 0, False  # reported as damage
     with bar(f"step {checkpoint.step}", total) as move:
         damages = checkpoint.damages(move)
     manifest = f"{checkpoint.name}/{MANIFEST}"

@@ -274,7 +274,7 @@ def _run_script(request: _Request) -> None:
             limits=RestartLimits(restarts, config.launch.max_preemptions, config.launch.backoff),
             standby=config.launch.standby,
             grace=config.launch.grace,
-            # What a script does between two collectives is its own affair: told, not acted upon.
+            # What a script does between two collectives is its own affair: only reported.
             hang_watcher=lambda: HangOverseer(action="wait", events_dir=run.path),
             **({} if joined is None else joined.job_options()),
         )

@@ -2,7 +2,7 @@
 
     with Hosts(3) as hosts:
         first = hosts[0].popen(["paceline", "train", "--rdzv", f"{hosts[0].address}:29400", ...])
-        hosts[2].cut()      # its link is gone; nobody is told
+        hosts[2].cut()      # its link is gone; no connection is closed
         hosts[2].heal()
 
 Each host has a network, a name and a table of mounts of its own; names of all hosts resolve on
@@ -90,7 +90,7 @@ class Host:
         return subprocess.run(self.command(command, cwd), **options)
 
     def cut(self) -> None:
-        """Pull the plug of this host's link: no packet passes, and no end of anything is told."""
+        """Pull the plug of this host's link: no packet passes, and no connection is closed."""
         self._port.unplug()
 
     def heal(self) -> None:
@@ -234,7 +234,7 @@ class _Spaces:
 
     @property
     def inode(self) -> int:
-        """What tells the network namespace from every other."""
+        """A unique number of the network namespace."""
         return self._network
 
     def command(self, command: Command, cwd: Folder | None = None) -> list[str]:

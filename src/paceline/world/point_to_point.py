@@ -30,7 +30,7 @@ def send(tensor: torch.Tensor, dst: int, group: Group | None = None) -> None:
     call = f"send(dst={dst}) of {describe(tensor)}"
     problem = tensor_problem("send", tensor)
     if problem is not None:
-        # The receiver is told, instead of waiting for a tensor that will not come.
+        # The receiver gets the reason, instead of waiting for a tensor that will not come.
         with explained(members, call):
             dist.send(_header_bytes({"refused": str(problem)[:200]}), dst, members.cpu_group)
         raise problem

@@ -106,7 +106,7 @@ class World:
         checks: bool | None = None,
         hang_after: float | None = None,
     ) -> World:
-        """Join the world the launcher describes (``RANK``, ``WORLD_SIZE``, …), or stand alone.
+        """Join the world the launcher describes (``RANK``, ``WORLD_SIZE``, …), or run alone.
 
         ``backend`` is ``auto`` (NCCL on CUDA, Gloo on CPU), ``gloo`` or ``nccl``; ``device`` is
         ``auto`` (this rank's own GPU, else the CPU) or a device. ``timeout`` (seconds, default
@@ -180,7 +180,7 @@ class World:
         """Use the default process group that someone else made."""
         rank, size = dist.get_rank(), dist.get_world_size()
         if env is None or (env.rank, env.size) != (rank, size):
-            # Made without a launcher's variables: on one machine, as far as anyone can tell.
+            # Made without a launcher's variables: on one machine, as far as is known.
             env = Environment(rank, size, rank, size, 0, 1, None, None, 0, False)
         backends = set(backend_by_device().values())
         name = "nccl" if "nccl" in backends else sorted(backends)[0]
@@ -203,7 +203,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that speaks and writes."""
+        """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
 
     def group(self, ranks: Iterable[int]) -> Group:

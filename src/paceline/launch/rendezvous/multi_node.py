@@ -306,7 +306,7 @@ class MultiNodeRendezvous(LauncherRendezvous):
         return self._begin(records, generation, world, node, terms, connection)
 
     def _serve_round(self, address: str, size: int, run: RunInfo) -> Terms:
-        """Serve the store of the round, and the other ends of keepalive_server, to the others."""
+        """Serve the store of the round, and accept keep-alive connections, for the others."""
         tunnel = self.joiner.tunnel
         self._server = ServedStore(address, 0, tunnel)
         heartbeats.prepare_store(self._server.store, size)
