@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli import bench, checkpoint, config
+from paceline.cli.bench import app as bench
+from paceline.cli.checkpoint import app as checkpoint
+from paceline.cli.config import app as config
 from paceline.cli.diagnose import diagnose
 from paceline.cli.doctor import doctor
 from paceline.cli.rendezvous import rendezvous
@@ -72,9 +74,9 @@ app.command()(secret)
 app.command()(schedule)
 app.command()(doctor)
 app.command()(diagnose)
-app.add_typer(config.app, name="config")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(bench.app, name="bench")
+app.add_typer(config, name="config")
+app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from paceline.data.fingerprints import (
 )
 from paceline.errors import DataError
 from paceline.world import World, collectives
-from paceline.world.agreement import meet
+from paceline.world.agreement import agree_on_call
 
 Drawn = tuple[tuple[str, Fingerprint], ...]
 """Some samples that were drawn for a batch: what to call each of them, and its fingerprint."""
@@ -123,7 +123,9 @@ class RankComparison:
             seen = (self._facts, state, self._batches, self._samples, self._digests())
             number = digest(seen)
             everyone = self._world.everyone
-            numbers = meet(everyone, "comparing what ranks draw", checks=True, number=number)
+            numbers = agree_on_call(
+                everyone, "comparing what ranks draw", checks=True, number=number
+            )
         if any(other != number for other in numbers):
             self._look_closer(state)
         self._facts, self._drawn = {}, []

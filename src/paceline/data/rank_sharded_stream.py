@@ -34,7 +34,7 @@ from paceline.data.sample_source import (
 from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.world import World
-from paceline.world.agreement import meet
+from paceline.world.agreement import agree_on_call
 
 _LOOKS = 8
 """Exchanges of an epoch that look for ranks that read the same stream."""
@@ -199,7 +199,9 @@ class _StreamProgress:
         world = World.current()
         mine = _StreamReport(samples, len(self._prints) > 1, self._exact, self._rough).packed()
         with world.pulse.during("waiting"):
-            numbers = meet(world.everyone, "sharing out rank streams", checks=True, number=mine)
+            numbers = agree_on_call(
+                world.everyone, "sharing out rank streams", checks=True, number=mine
+            )
         reports = [_StreamReport.unpacked(number) for number in numbers]
         places = [layout.place(rank).dp for rank in range(layout.world_size)]
         first = {place: rank for rank, place in reversed(list(enumerate(places)))}

@@ -40,7 +40,7 @@ class Reporter:
         lost = self._log is not None and not self._log.write(event)
         # Whoever shows the events of this run cannot read this one there.
         if lost and not self._trackers and (line := line_of(event)) is not None:
-            notices.tell(f"warning: {line}" if warns(event) else line)
+            notices.send(f"warning: {line}" if warns(event) else line)
         for tracker in list(self._trackers):
             self._shielded(tracker, partial(tracker.handle, event))
 
@@ -56,7 +56,7 @@ class Reporter:
         note = Note(message=message, level="warning")
         for tracker in list(self._trackers):
             self._shielded(tracker, partial(tracker.handle, note))
-        if not self._trackers and not notices.tell(f"warning: {message}"):
+        if not self._trackers and not notices.send(f"warning: {message}"):
             warnings.warn(message, stacklevel=4)
 
     def _shielded(self, tracker: Tracker, call: Callable[[], None]) -> None:
