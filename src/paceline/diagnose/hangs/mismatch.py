@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from paceline.diagnose.hangs.report import Call, GroupKey
+from paceline.diagnose.hangs.heartbeat import Call, GroupKey
 from paceline.launch.messages import BadMessage, decode
 
 # In these every rank brings as much as every other, of the same kind.
@@ -106,7 +106,7 @@ class _Digest:
     groups: list[tuple[str, str, list[int], list[tuple[int, int]]]]
 
 
-class Comparison:
+class CallComparison:
     """Compares digests as they come in; tells each group's first mismatch once."""
 
     def __init__(self) -> None:
