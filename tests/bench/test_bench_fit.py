@@ -10,11 +10,11 @@ from bench_cases import made_up
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.catalogue import COLLECTIVES, bus_bandwidth
-from paceline.bench.fit import fit, predict
+from paceline.bench.collectives import COLLECTIVES, bus_bandwidth
+from paceline.bench.comm_request import CommRequest, groups_of, parse_size, read_request
+from paceline.bench.comm_result import CommResult, Pair, make_cell, slow_links, spread
+from paceline.bench.latency_fit import fit, predict
 from paceline.bench.pairs import summarised
-from paceline.bench.request import Request, groups_of, parse_size, read_request
-from paceline.bench.result import CommResult, Pair, make_cell, slow_links, spread
 from paceline.bench.timing import make_plan
 from paceline.errors import ConfigError
 from paceline.formatting import binary_size, byte_rate, short_time
@@ -208,7 +208,7 @@ def test_request_goes_to_the_ranks_and_back() -> None:
     request = read_request(**{**GOOD, "sizes": "1M, 1K,1M", "groups": "across,all"})
     assert request.sizes == (1024, 1048576)
     assert request.groups == ("all", "across")
-    assert Request.from_json(request.to_json()) == request
+    assert CommRequest.from_json(request.to_json()) == request
 
 
 @pytest.mark.parametrize(

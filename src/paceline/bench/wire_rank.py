@@ -11,10 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
-from paceline.bench.rank import say
-from paceline.bench.trial import WireResult
+from paceline.bench.comm_rank import say
 from paceline.bench.wire import Trials
 from paceline.bench.wire_request import WireRequest
+from paceline.bench.wire_result import WireResult
 from paceline.config import load
 from paceline.world import World
 

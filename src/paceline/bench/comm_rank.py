@@ -1,4 +1,4 @@
-"""``python -m paceline.bench.rank REQUEST FILE``: one rank of a measurement.
+"""``python -m paceline.bench.comm_rank REQUEST FILE``: one rank of a measurement.
 
 The first rank of each machine writes the result to FILE, for its launcher to show.
 """
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from paceline.bench import comm
-from paceline.bench.request import LONGEST, Request
+from paceline.bench.comm_request import LONGEST, CommRequest
 from paceline.world import World
 
 _TIMEOUT = 300.0
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     # There is nothing to save: leave at once, even from within a collective.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    request = Request.from_json(text)
+    request = CommRequest.from_json(text)
     patience = max(_TIMEOUT, 10 * LONGEST * request.seconds)
     with World.init(device=request.device, timeout=patience, hang_after=0) as world:
         result = comm.run(world, request, say if world.rank == 0 else lambda text: None)
