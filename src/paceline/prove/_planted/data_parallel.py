@@ -16,7 +16,7 @@ from paceline.engine.batch import batch_size
 from paceline.engine.passes import Passes
 from paceline.parallel import spread as spread_module
 from paceline.parallel.whole import cuts, local
-from paceline.prove.rehearsal import tied
+from paceline.prove.observed_run import tied
 from paceline.prove.samples import swapped, take
 
 Patching = contextlib.AbstractContextManager[None]
