@@ -17,7 +17,6 @@ from paceline.bench.latency_fit import fit, predict
 from paceline.bench.pairs import summarised
 from paceline.bench.timing import make_plan
 from paceline.errors import ConfigError
-from paceline.formatting import binary_size, byte_rate, short_time
 from paceline.wire import Reduction
 from paceline.wire.round_robin import round_robin
 
@@ -110,22 +109,6 @@ def test_sizes_read(text: str, size: int) -> None:
 def test_sizes_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"size"):
         parse_size(text)
-
-
-def test_quantities_shown() -> None:
-    assert [binary_size(s) for s in (12, 1020, 1048572, 3 * 2**29)] == [
-        "12 B",
-        "1020 B",
-        "1 MiB",
-        "1.5 GiB",
-    ]
-    assert [short_time(t) for t in (2e-7, 1.2e-4, 0.0123, 4)] == [
-        "0.2 µs",
-        "120 µs",
-        "12.3 ms",
-        "4 s",
-    ]
-    assert [byte_rate(r) for r in (5e3, 1.25e7, 1.2e11)] == ["5 kB/s", "12.5 MB/s", "120 GB/s"]
 
 
 def test_the_slowest_rank_of_every_sample_counts() -> None:

@@ -20,7 +20,6 @@ from paceline.diagnose.hangs.heartbeat import (
     PointToPoint,
     RankReport,
 )
-from paceline.formatting import ranks_text
 
 LIMIT = 10.0
 ALL = (0, 1, 2, 3)
@@ -306,9 +305,3 @@ def test_groups_of_one_name_but_other_ranks_are_not_mixed_up() -> None:
 def test_report_survives_its_journey() -> None:
     report = waiting(0, 8, message=PointToPoint("send", 1), stack=IN_DATA, kernel="x", disk=True)
     assert RankReport.from_json(report.to_json()) == report
-
-
-def test_ranks_of_a_message_that_no_rank_sent_are_told_without_counting_to_them() -> None:
-    assert ranks_text([0, 1, 2, 3]) == "ranks 0 to 3"
-    assert ranks_text([]) == "no rank"
-    assert ranks_text([0, 1, 10**30]) == f"ranks 0, 1 and {10**30}"
