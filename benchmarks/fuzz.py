@@ -152,7 +152,7 @@ def _warm_up() -> None:
     import paceline.checkpoint.diff
     import paceline.checkpoint.pruning
     import paceline.checkpoint.weights.export
-    import paceline.checkpoint.weights.importing
+    import paceline.checkpoint.weights.import_weights
     import paceline.cli.app
     import paceline.cli.checkpoint_prune
     import paceline.cli.checkpoint_views

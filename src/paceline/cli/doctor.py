@@ -66,7 +66,8 @@ def _examine(
     config: str | None, overrides: list[str], flags: dict[str, str], wait: float, as_json: bool
 ) -> bool:
     from paceline.doctor.checks import run_checks
-    from paceline.doctor.examine import DoctorRequest, examine
+    from paceline.doctor.examine import examine
+    from paceline.doctor.own_machine import DoctorRequest
     from paceline.doctor.report import is_sound, show, to_json
     from paceline.errors import ConfigError
 

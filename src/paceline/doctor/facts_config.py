@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.checkpoint.storage.local import is_url
+from paceline.checkpoint.storage.open import is_url
 from paceline.config import Config, count_gpus, load, load_checked
 from paceline.config.endpoints import Endpoint, endpoints
 from paceline.config.fields import node_range

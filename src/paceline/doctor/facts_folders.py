@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.storage.local import Storage, open_storage
+from paceline.checkpoint.storage.open import open_storage
+from paceline.checkpoint.storage.storage import Storage
 from paceline.doctor.facts import SYNC_BYTES, FolderFacts, FolderSighting
 from paceline.errors import PacelineError
 

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
-from paceline.launch.guard import Guard, end_groups
+from paceline.launch.process_reaper import ProcessReaper, end_groups
 
 _IMPORT_TIMEOUT_S = 120.0  # torch from a cold network disk
 _SLACK_S = 5.0
@@ -23,7 +23,7 @@ class Prober:
     """Starts the process at once; :attr:`hello` and jobs are waited for when they are needed."""
 
     def __init__(self) -> None:
-        self._guard = Guard()
+        self._guard = ProcessReaper()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "paceline.doctor.probe"],
             stdin=subprocess.PIPE,

@@ -21,8 +21,8 @@ from paceline.doctor.links import connect
 from paceline.errors import PacelineError
 from paceline.launch.listening import is_this_machine
 from paceline.launch.messages import BadMessage, decode
+from paceline.launch.rendezvous.stores import IDENTITY, ServedStore, StoreUnreachable
 from paceline.launch.secret import RunSecret
-from paceline.launch.stores import IDENTITY, LineLost, ServedStore
 from paceline.launch.tunnel import Tunnel, WrongSecret
 
 PREFIX = "paceline-doctor"
@@ -202,7 +202,7 @@ class DoctorRendezvous:
         """A store at this machine's port; ``None`` where another process has it."""
         try:
             return ServedStore(self._host, self._port, self._tunnel)
-        except LineLost:
+        except StoreUnreachable:
             return None
 
     def _knock(self) -> None:
@@ -224,7 +224,7 @@ class DoctorRendezvous:
         if self._tunnel is None:
             return
         try:
-            self._tunnel.knock(self._host, self._port, _STORE_TIMEOUT_S)
+            self._tunnel.probe(self._host, self._port, _STORE_TIMEOUT_S)
         except WrongSecret as error:
             raise RendezvousFailed("taken", str(error)) from None
         except OSError as error:

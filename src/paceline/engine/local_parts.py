@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.engine.local import Meeting, Rounds, difference
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint.boxes import boxes_of
 from paceline.checkpoint.manifest import Manifest, TensorEntry
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.engine.checks import another_model, check_optimizer_state, load_schedule
 from paceline.engine.local_parts import LocalParts
 from paceline.engine.repoint import install

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline import events
+import paceline.events as events
 from paceline.events import (
     EpochDone,
     EvalDone,

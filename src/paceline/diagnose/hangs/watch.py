@@ -27,8 +27,8 @@ from paceline.diagnose.hangs.heartbeat import Call, GroupKey, Heartbeat, RankRep
 from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore, StoreGone
 from paceline.diagnose.pulse import OUTSIDE, PHASES, Pulse
 from paceline.events.wording import moving_again
-from paceline.launch import last_words
-from paceline.launch.endurance import Endurance
+from paceline.launch import error_report
+from paceline.launch.background_errors import BackgroundErrors
 from paceline.untrusted import printable
 
 AFTER_VARIABLE = "PACELINE_HANG_AFTER"
@@ -94,13 +94,13 @@ class Watch:
         except StoreGone:
             return  # nobody to tell
         self._thread.start()
-        last_words.add(self.last_words)
+        error_report.add_context(self.last_words)
 
     def stop(self) -> None:
         """Tell the others that this rank leaves, and end. A forked child has no thread to end."""
         if self._pid != os.getpid():
             return
-        last_words.remove(self.last_words)
+        error_report.remove_context(self.last_words)
         self._end.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
@@ -124,10 +124,10 @@ class Watch:
         return explain.last_words(last, lost)
 
     def _run(self) -> None:
-        store, endurance = self._store, Endurance("the watch over this rank")
+        store, errors = self._store, BackgroundErrors("the watch over this rank")
         try:
             while not self._end.wait(interval(self._after)):
-                with endurance.turn(but=(StoreGone,)):
+                with errors.reported(but=(StoreGone,)):
                     self._tick(store)
             store.post_beat(self._beat(left=True))
         except StoreGone:
@@ -250,7 +250,7 @@ class _Lead:
                 return
             try:
                 store = HeartbeatStore(member.address, member.port)
-                with Endurance("the watch over this rank").turn(but=(StoreGone,)):
+                with BackgroundErrors("the watch over this rank").reported(but=(StoreGone,)):
                     unresponsive.answer_for_neighbours(
                         store, question, range(member.size), unresponsive.sibling
                     )

@@ -17,7 +17,7 @@ from paceline.diagnose.story.attempts import AS_ASKED, Attempt, RunFault, faults
 from paceline.diagnose.story.causes import RootCause, explain
 from paceline.diagnose.story.costs import RunCosts, costs_of
 from paceline.diagnose.story.minor_causes import minor_cause
-from paceline.diagnose.story.rank_logs import LogSource, NoLogs, LogFolder
+from paceline.diagnose.story.rank_logs import LogFolder, LogSource, NoLogs
 from paceline.diagnose.story.run_record import find_run, is_running, read_record
 from paceline.diagnose.story.timeline import TimelineEntry, timeline_of
 from paceline.events import (
