@@ -1,4 +1,4 @@
-"""The doors: :func:`verify` for what a script has, :func:`verify_config` for a config."""
+"""The entry points: :func:`verify` for a script, :func:`verify_config` for a config."""
 
 from __future__ import annotations
 

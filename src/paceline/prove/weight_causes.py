@@ -9,7 +9,7 @@ Pieces = list[tuple[tuple[int, int], list[int]]]
 
 
 def by_weights(e: DifferenceEvidence) -> LikelyCause | None:
-    """The cause that the samples' weights tell, where they could be found."""
+    """The cause that the samples' weights show, where they could be found."""
     if e.weights is None:
         return None
     pieces = list(e.case.pieces(e.samples).items())

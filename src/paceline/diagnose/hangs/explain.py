@@ -1,4 +1,4 @@
-"""Findings in words: one line for a console, the whole report for whoever looks closer. Pure."""
+"""Findings in words: one line for a console, the whole report for a closer look. Pure."""
 
 from __future__ import annotations
 

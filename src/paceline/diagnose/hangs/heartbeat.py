@@ -15,7 +15,7 @@ from paceline.launch.messages import decode, encode
 ANSWERS = "answers"
 """The rank itself made the report."""
 SILENT = "silent"
-"""Its process lives but its watch does not speak: native code holds the interpreter."""
+"""Its process lives but does not answer: native code holds the interpreter."""
 STOPPED = "stopped"
 """Its process was stopped (SIGSTOP, a debugger)."""
 LEFT = "left"
@@ -87,7 +87,7 @@ class PointToPoint:
 class RankReport:
     """Where a rank is. ``seconds`` is how long it has not moved; ``stack`` begins outermost.
 
-    ``paced`` tells that it is at work on a step, as an engine or trainer marked it. ``kernel`` is
+    ``paced`` says that it is at work on a step, as an engine or trainer marked it. ``kernel`` is
     where in the kernel the training thread sleeps, as far as the system tells; ``disk`` that it
     cannot even be interrupted there.
     """

@@ -141,7 +141,7 @@ class HeartbeatStore:
 
 
 def _decoded(kind: type[T], texts: dict[int, bytes]) -> Iterator[tuple[int, T]]:
-    """Those messages that can be read: one that cannot is as good as none."""
+    """Those messages that can be read; the others are left out."""
     for number, text in texts.items():
         with contextlib.suppress(BadMessage):
             yield number, decode(kind, text)

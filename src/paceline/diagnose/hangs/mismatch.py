@@ -1,4 +1,4 @@
-"""Ranks that meet in one collective with different calls, told apart from those that may differ.
+"""Ranks that make different calls in one collective, where the calls have to be the same.
 
 Gloo answers different dtypes with garbage and no error, other differences with a hang or an abort.
 Every few seconds each rank posts a digest of what it called; the digests are compared, so that a
@@ -107,7 +107,7 @@ class _Digest:
 
 
 class CallComparison:
-    """Compares digests as they come in; tells each group's first mismatch once."""
+    """Compares digests as they come in; reports each group's first mismatch once."""
 
     def __init__(self) -> None:
         self._latest: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""The launcher's part in the watch over its ranks: leads it, and speaks for ranks that cannot.
+"""The launcher's part in the watch over its ranks: it leads, and reports on unresponsive ranks.
 
 Made for :class:`paceline.launch.hang_watcher.HangWatcher`. On every machine a thread answers for
 the machine's silent ranks; on the first one it also leads: looks at all ranks, judges, and tells

@@ -1,4 +1,4 @@
-"""Python stacks: of this process's training thread, and of one that cannot speak for itself.
+"""Python stacks: of this process's training thread, and of a process that does not answer.
 
 The second kind is written by ``faulthandler`` when a signal comes, without the interpreter's help,
 so that a rank whose native code never gives it back shows where it is all the same. No rights of a

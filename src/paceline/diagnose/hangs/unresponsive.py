@@ -55,7 +55,7 @@ def answer_for_neighbours(
         pid = find_pid(beat)
         if pid is not None:
             report = report_on(beat, pid)
-            # It may have found its voice in the meantime: then its own words count.
+            # It may have answered in the meantime: then its own report counts.
             if rank not in store.answered(question, [rank]):
                 store.answer(question, report)
 

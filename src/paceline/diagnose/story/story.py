@@ -53,7 +53,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Story:
-    """What there is to tell of a run.
+    """What happened in a run.
 
     ``state`` is ``done``, ``stopped`` (by its own rule), ``interrupted`` (it was told to stop),
     ``running``, ``gave_up``, ``failed`` or ``cut_off`` (no record of its end). ``cause`` is the
