@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.prove.cases import Case
 from paceline.prove.comparison import KINDS, Measure, Tolerance, ValueKey
-from paceline.prove.jobs import RankComparison, Reference
+from paceline.prove.jobs import RankOutcome, Reference
 from paceline.prove.sample_weights import Weights
 
 NEAR = 1e-3
@@ -33,7 +33,7 @@ class DifferenceEvidence:
     clip_norm: float | None
     sync_batchnorm: bool
     reference: Reference
-    outcomes: Sequence[RankComparison]
+    outcomes: Sequence[RankOutcome]
     place: ValueKey
     rank: int
     measure: Measure
@@ -120,7 +120,7 @@ def uniform(values: Sequence[float]) -> float | None:
 
 
 def first_to_differ(
-    outcomes: Sequence[RankComparison], tolerance: Tolerance, order: Sequence[str]
+    outcomes: Sequence[RankOutcome], tolerance: Tolerance, order: Sequence[str]
 ) -> tuple[ValueKey, int, Measure] | None:
     """The first value that differs, and its rank: by step, by kind, then as the modules ran.
 
@@ -143,7 +143,7 @@ def first_to_differ(
 
 
 def wrong_in(
-    outcomes: Sequence[RankComparison], tolerance: Tolerance, step: int
+    outcomes: Sequence[RankOutcome], tolerance: Tolerance, step: int
 ) -> frozenset[tuple[str, str]]:
     """Kind and name of what differs in ``step`` on any rank."""
     return frozenset(
@@ -154,7 +154,7 @@ def wrong_in(
     )
 
 
-def missing_everywhere(outcomes: Sequence[RankComparison]) -> list[str]:
+def missing_everywhere(outcomes: Sequence[RankOutcome]) -> list[str]:
     """Parameters of the reference that no rank has."""
     absent = set(outcomes[0].missing).intersection(*(outcome.missing for outcome in outcomes))
     return sorted(absent)

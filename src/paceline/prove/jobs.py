@@ -55,7 +55,7 @@ class Reference:
 
 
 @dataclass
-class RankComparison:
+class RankOutcome:
     """What one rank of a layout computed, beside the reference."""
 
     measures: dict[ValueKey, Measure]
@@ -161,12 +161,12 @@ def _noise_of(
 
 def run_layout(
     subject: Subject, case: Case, folder: Path, plant: Plant | None, floor: float
-) -> RankComparison:
+) -> RankOutcome:
     """Run this rank's part of a layout and compare each step with the reference in ``folder``."""
     world = World.current()
     with contextlib.nullcontext() if plant is None else plant.patch():
         run = ObservedRun(subject, case, world=world)
-        outcome = RankComparison({}, [], run.facts, {})
+        outcome = RankOutcome({}, [], run.facts, {})
         comparison = RunComparison(subject.precision)
         before = load(folder, 0)
         for (kind, name), one in far_apart(run.state(), before, floor).items():
@@ -192,7 +192,7 @@ def run_layout(
 
 
 def _stale_parts(
-    outcome: RankComparison, step: int, floor: float, held: Held, reference: Values, before: Values
+    outcome: RankOutcome, step: int, floor: float, held: Held, reference: Values, before: Values
 ) -> list[str]:
     """Of the parameters that differ after ``step``: those whose part here has not moved."""
     found = []

@@ -23,7 +23,7 @@ from paceline.prove.evidence import (
     missing_everywhere,
     wrong_in,
 )
-from paceline.prove.jobs import RankComparison, Reference, load, run_layout, run_reference
+from paceline.prove.jobs import RankOutcome, Reference, load, run_layout, run_reference
 from paceline.prove.report import LayoutResult, VerifyReport, Where
 from paceline.prove.row_bias import explains_loss
 from paceline.prove.sample_weights import Weights, find_weights
@@ -154,9 +154,9 @@ class Prover:
             self._cut_references[key] = folder, replace(found, noise=reference.noise)
         return self._cut_references[key]
 
-    def _run(self, subject: Subject, case: Case, folder: Path) -> list[RankComparison]:
+    def _run(self, subject: Subject, case: Case, folder: Path) -> list[RankOutcome]:
         plant, floor = self.plant, Tolerance.FLOORS[subject.precision]
-        outcomes: list[RankComparison] = self._pool.run(
+        outcomes: list[RankOutcome] = self._pool.run(
             run_layout,
             *(subject, case, folder, plant, floor),
             world_size=case.layout.world_size,
@@ -168,7 +168,7 @@ class Prover:
         self,
         case: Case,
         folder: Path,
-        outcomes: list[RankComparison],
+        outcomes: list[RankOutcome],
         reference: Reference,
         tolerance: Tolerance,
     ) -> LikelyCause:
@@ -203,9 +203,7 @@ class Prover:
         )
         return likely_cause(evidence)
 
-    def _weights(
-        self, case: Case, folder: Path, step: int, outcome: RankComparison
-    ) -> Weights | None:
+    def _weights(self, case: Case, folder: Path, step: int, outcome: RankOutcome) -> Weights | None:
         if step not in outcome.sketches:
             return None
         found: Weights | None = self._alone(
@@ -326,7 +324,7 @@ def _refused(case: Case, rule: str | None, reason: str) -> LayoutResult:
 
 
 def _compare(
-    case: Case, outcomes: list[RankComparison], tolerance: Tolerance, reference: Reference
+    case: Case, outcomes: list[RankOutcome], tolerance: Tolerance, reference: Reference
 ) -> LayoutResult:
     worst = max(
         (
