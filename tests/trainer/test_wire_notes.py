@@ -12,8 +12,8 @@ from wire_cases import fit
 
 import paceline
 from paceline import events
-from paceline.engine.traffic import LeftAlone, Traffic
 from paceline.events import Note
+from paceline.sync.traffic import LeftAlone, Traffic
 from paceline.trainer.wire_notes import of_compression, of_local_steps
 from paceline.trainer.wire_reports import left_alone_note
 from paceline.wire import Compression, LocalSteps

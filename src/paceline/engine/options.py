@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.engine.starting import InitialWeights
+from paceline.engine.initial_weights import InitialWeights
 from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.parallel.compose import Ways

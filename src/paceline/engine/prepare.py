@@ -18,8 +18,7 @@ from paceline.data import Loader, Share, from_dataloader
 from paceline.engine.arguments import check_model
 from paceline.engine.batch import batch_size, move, placeholder, split_into
 from paceline.engine.checks import check_optimizer
-from paceline.engine.repoint import Groups
-from paceline.engine.starting import (
+from paceline.engine.initial_weights import (
     InitialWeights,
     check_copies_are_equal,
     check_initial_weights,
@@ -29,6 +28,7 @@ from paceline.engine.starting import (
     start_from_one_model,
     start_from_one_optimizer,
 )
+from paceline.engine.optimizer_groups import Groups
 from paceline.errors import DataError, TrainingError
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes

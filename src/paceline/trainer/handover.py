@@ -28,7 +28,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.checkpoint.boxes import Box
 from paceline.data import Loader
 from paceline.engine.checks import load_schedule
-from paceline.engine.parts import MODEL, OBJECT, OPTIMIZER
+from paceline.engine.internals import internals_of
+from paceline.engine.rank_state import MODEL, OBJECT, OPTIMIZER
 from paceline.nested import map_tensors
 from paceline.parallel.meta import materialise
 
@@ -85,7 +86,7 @@ def leave_share(folder: Path, trainer: Trainer, train: Any) -> None:
         engine, rank = trainer.engine, trainer.engine.world.rank
         if not engine.layout.beyond_dp and rank > 1:
             return  # all of them hold the same, and two are enough
-        state = engine.parts.collect()
+        state = internals_of(engine).rank_state.collect()
         tensors = {
             name: (part.shape, part.dtype, [(p.box, _plain(p.tensor)) for p in part.pieces])
             for name, part in state.tensors.items()

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.sharded.async_saver import SaveOutcome
-from paceline.engine.late import LAG
 from paceline.errors import CheckpointError, NotSaved
 from paceline.events import CheckpointFailed, CheckpointSaved, Note
+from paceline.sync.late_numbers import LAG
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.saving import Checkpoints
 from paceline.trainer.stopping import LEAVE, StopRequests

@@ -31,7 +31,8 @@ from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.sharded.async_saver import AsyncSaver, SaveOutcome
 from paceline.data import Loader
 from paceline.engine import Engine
-from paceline.engine.parts import as_part, empty_for
+from paceline.engine.internals import internals_of
+from paceline.engine.rank_state import as_part, empty_for
 from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError, TrainingError
 from paceline.events import Event, RestoreTried
 from paceline.trainer.options import Checkpointing
@@ -242,7 +243,7 @@ class Checkpoints:
             self._memory.close()
 
     def _collect(self) -> RankState:
-        state = self.engine.parts.collect()
+        state = internals_of(self.engine).rank_state.collect()
         is_main = self._world.is_main
         for name, saved in self._stateful.items():
             tree, tensors = take_apart(saved.state_dict(), _is_apart)
@@ -344,18 +345,19 @@ class Checkpoints:
 
     def _attempt(self, find: Callable[[], Checkpoint]) -> Restored:
         """Take over one checkpoint; raises CheckpointDamaged, on all ranks, if it is not whole."""
-        checkpoint = find()
+        checkpoint, inside = find(), internals_of(self.engine)
         try:
             opened = together(lambda: Opened(checkpoint, self._wanted))
             load = functools.partial(fill, self._world, checkpoint)
-            self.engine.parts.take(opened, load)
+            inside.rank_state.take(opened, load)
             self._restore_objects(opened, load)
         except CheckpointDamaged:
             raise
         except CheckpointError as error:
             raise DoesNotFit(error) from error
         finally:
-            if isinstance(checkpoint, MemoryCheckpoint) and self.engine.after_spreading is None:
+            loaded = inside.replica.after_spreading is None
+            if isinstance(checkpoint, MemoryCheckpoint) and loaded:
                 checkpoint.close()
         own = f"{_RANDOM}{self._world.rank}"
         has_random = opened.manifest.info.get("world_size") == self._world.size

@@ -12,12 +12,18 @@ from torch import Tensor, nn
 
 from paceline.engine import Engine
 from paceline.engine import engine as engine_module
+from paceline.engine import step as step_module
 from paceline.engine.batch import batch_size
-from paceline.engine.passes import Passes
+from paceline.engine.context import StepContext
+from paceline.engine.microbatches import Microbatches
 from paceline.parallel import spread as spread_module
 from paceline.parallel.whole import cuts, local
 from paceline.prove.observed_run import tied
 from paceline.prove.samples import swapped, take
+from paceline.sync import replica as replica_module
+from paceline.sync.plain import PlainSync
+from paceline.sync.replica import Replica
+from paceline.world import World
 
 Patching = contextlib.AbstractContextManager[None]
 
@@ -29,9 +35,9 @@ def wrapped(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
         yield
 
 
-def on_last_rank(engine: Engine) -> bool:
+def on_last_rank(world: World) -> bool:
     """Whether this is the rank that the bug is on."""
-    return engine.world.rank == engine.world.size - 1
+    return world.rank == world.size - 1
 
 
 @contextlib.contextmanager
@@ -39,11 +45,11 @@ def missing_all_reduce() -> Iterator[None]:
     """No gradient leaves its data-parallel rank."""
 
     def make(original: Any) -> Any:
-        return lambda passes, last, **more: original(passes, False, **more)
+        return lambda sync, *, last, counts: original(sync, last=False, counts=counts)
 
     # DDP averages in the last backward; where it has no part, it is done after it.
     with (
-        wrapped(Passes, "_reducing", make),
+        wrapped(PlainSync, "microbatch", make),
         swapped(spread_module, "average_gradients", lambda *_: None),
     ):
         yield
@@ -54,52 +60,55 @@ def wrong_accumulation() -> Patching:
 
     def make(original: Any) -> Any:
         # As if every microbatch were the whole batch: their gradients are added, not averaged.
-        return lambda engine, sums: original(engine, sums._replace(divisor=sums.world[1]))
+        return lambda context, sync, sums: original(
+            context, sync, sums._replace(divisor=sums.items)
+        )
 
-    return wrapped(Engine, "_finish_gradients", make)
+    return wrapped(step_module, "finish_gradients", make)
 
 
-def _held(engine: Engine) -> list[nn.Parameter]:
-    parameters = [p for own in engine.spread.held.values() for p in own]
+def _held(replica: Replica) -> list[nn.Parameter]:
+    parameters = [p for own in replica.spread.held.values() for p in own]
     return [p for p in parameters if p.requires_grad]
 
 
-def _by_reader(engine: Engine, values: Tensor) -> Tensor:
+def _by_reader(replica: Replica, values: Tensor) -> Tensor:
     """What each data-parallel rank has of ``values``, by its number; zeros add nothing."""
-    table = values.new_zeros(engine.layout.dp, *values.shape)
-    table[engine.place.dp] = values
+    table = values.new_zeros(replica.layout.dp, *values.shape)
+    table[replica.place.dp] = values
     dist.all_reduce(table)
     return table
 
 
 @contextlib.contextmanager
-def _before_average(change: Callable[[Engine, Any, list[Tensor]], None]) -> Iterator[None]:
+def _before_average(change: Callable[[StepContext, Any, list[Tensor]], None]) -> Iterator[None]:
     """Each rank's own gradients go through ``change`` before they are averaged over the ranks."""
 
     def make(original: Any) -> Any:
-        def changed(engine: Engine, sums: Any) -> Any:
-            if engine.spread.pipeline is not None:
-                engine.spread.pipeline.sync_tied()
+        def changed(context: StepContext, sync: Any, sums: Any) -> Any:
+            replica = context.replica
+            if replica.spread.pipeline is not None:
+                replica.spread.pipeline.sync_tied()
             own = []
-            for parameter in _held(engine):
+            for parameter in _held(replica):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                own.append(local(parameter.grad).mul_(sums.divisor / sums.world[1]))
-            change(engine, sums, own)
+                own.append(local(parameter.grad).mul_(sums.factor))
+            change(context, sums, own)
             for gradient in own:
-                dist.all_reduce(gradient, group=engine.spread.data_group.process_group)
-                gradient.div_(engine.layout.dp)
-            with _tied_already(engine):
-                return original(engine, sums._replace(divisor=sums.world[1]))
+                dist.all_reduce(gradient, group=replica.spread.data_group.process_group)
+                gradient.div_(replica.layout.dp)
+            with _tied_already(replica):
+                return original(context, sync, sums._replace(divisor=sums.items))
 
         return changed
 
-    with missing_all_reduce(), wrapped(Engine, "_finish_gradients", make):
+    with missing_all_reduce(), wrapped(step_module, "finish_gradients", make):
         yield
 
 
-def _tied_already(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    pipeline = engine.spread.pipeline
+def _tied_already(replica: Replica) -> contextlib.AbstractContextManager[None]:
+    pipeline = replica.spread.pipeline
     if pipeline is None:
         return contextlib.nullcontext()
     return swapped(pipeline, "sync_tied", lambda: None)
@@ -108,12 +117,13 @@ def _tied_already(engine: Engine) -> contextlib.AbstractContextManager[None]:
 def unscaled_loss() -> Patching:
     """Each data-parallel rank averages over its own items."""
 
-    def by_own_count(engine: Engine, sums: Any, own: list[Tensor]) -> None:
-        counted = sums.local if engine.spread.counts else torch.zeros_like(sums.local)
-        totals, counts, _ = _by_reader(engine, counted).unbind(1)
+    def by_own_count(context: StepContext, sums: Any, own: list[Tensor]) -> None:
+        replica = context.replica
+        counted = sums.local if replica.spread.counts else torch.zeros_like(sums.local)
+        totals, counts, _ = _by_reader(replica, counted).unbind(1)
         counts = counts.clamp(min=1)
         for gradient in own:
-            gradient.mul_(sums.world[1] / (engine.layout.dp * counts[engine.place.dp]))
+            gradient.mul_(sums.world[1] / (replica.layout.dp * counts[replica.place.dp]))
         sums.world[0] = (totals / counts).mean() * sums.world[1]
 
     return _before_average(by_own_count)
@@ -122,15 +132,15 @@ def unscaled_loss() -> Patching:
 def local_clip() -> Patching:
     """Each data-parallel rank clips its gradient before the average."""
 
-    def clip(engine: Engine, sums: Any, own: list[Tensor]) -> None:
-        bound = engine.options["clip_norm"]
+    def clip(context: StepContext, sums: Any, own: list[Tensor]) -> None:
+        replica, bound = context.replica, context.clip_norm
         assert bound is not None
         square = torch.zeros((), dtype=torch.float64)
-        for parameter, gradient in zip(_held(engine), own, strict=True):
-            counted = engine.place.tp == 0 or "tp" in dict(cuts(parameter))
-            if counted and id(parameter) not in engine.spread._duplicates:
+        for parameter, gradient in zip(_held(replica), own, strict=True):
+            counted = replica.place.tp == 0 or "tp" in dict(cuts(parameter))
+            if counted and not replica.spread.is_duplicate(parameter):
                 square += gradient.double().square().sum()
-        norm = _by_reader(engine, square)[engine.place.dp].sqrt()
+        norm = _by_reader(replica, square)[replica.place.dp].sqrt()
         for gradient in own:
             gradient.mul_((bound / (norm + 1e-6)).clamp(max=1.0))
 
@@ -141,10 +151,10 @@ def skipped_microbatch() -> Patching:
     """The last microbatch with samples adds nothing."""
 
     def make(original: Any) -> Any:
-        def changed(passes: Passes, batch: Any) -> Any:
-            parts = original(passes, batch)
+        def changed(microbatches: Microbatches, batch: Any) -> Any:
+            parts = original(microbatches, batch)
             full = [index for index, (_, items) in enumerate(parts) if items]
-            if passes.engine.layout.pp == 1:
+            if microbatches.replica.layout.pp == 1:
                 return parts[:-1] if len(parts) > 1 else parts
             if len(full) > 1:  # a schedule needs its number of microbatches: this one is empty
                 part, _ = parts[full[-1]]
@@ -153,7 +163,7 @@ def skipped_microbatch() -> Patching:
 
         return changed
 
-    return wrapped(Passes, "parts", make)
+    return wrapped(Microbatches, "of_step", make)
 
 
 @contextlib.contextmanager
@@ -164,7 +174,7 @@ def stale_buffer() -> Iterator[None]:
         def changed(engine: Engine, batch: Any) -> Any:
             before = {name: value.clone() for name, value in engine.model.named_buffers()}
             result = original(engine, batch)
-            if on_last_rank(engine):
+            if on_last_rank(engine.world):
                 for name, buffer in engine.model.named_buffers():
                     buffer.copy_(before[name])
             return result
@@ -173,7 +183,7 @@ def stale_buffer() -> Iterator[None]:
 
     with (
         wrapped(Engine, "step", make),
-        swapped(engine_module, "sync_buffers", lambda model, group: None),
+        swapped(replica_module, "sync_buffers", lambda model, group: None),
     ):
         yield
 
@@ -197,39 +207,42 @@ def wrong_average() -> Patching:
     """Gradients are summed over the data-parallel ranks."""
 
     def make(original: Any) -> Any:
-        def changed(engine: Engine, sums: Any) -> Any:
-            for parameter in _held(engine):
+        def changed(context: StepContext, sync: Any, sums: Any) -> Any:
+            for parameter in _held(context.replica):
                 if parameter.grad is not None:
-                    local(parameter.grad).mul_(engine.layout.dp)
-            return original(engine, sums)
+                    local(parameter.grad).mul_(context.replica.layout.dp)
+            return original(context, sync, sums)
 
         return changed
 
-    return wrapped(Engine, "_finish_gradients", make)
+    return wrapped(step_module, "finish_gradients", make)
 
 
 def stale_parameter() -> Patching:
     """The last rank does not update what it holds."""
 
     def make(original: Any) -> Any:
-        return lambda engine: None if on_last_rank(engine) else original(engine)
+        def changed(context: StepContext, sync: Any) -> Any:
+            return None if on_last_rank(context.replica.world) else original(context, sync)
 
-    return wrapped(Engine, "_update", make)
+        return changed
+
+    return wrapped(step_module, "update", make)
 
 
 def stale_tied_weight() -> Patching:
     """The other names of a tied weight hold a frozen copy."""
 
     def make(original: Any) -> Any:
-        def changed(engine: Engine, model: nn.Module, loss: Any, optimizer: Any) -> None:
+        def changed(model: nn.Module, *more: Any) -> Any:
             for group in tied(model):
                 for name in group[1:]:
                     owner, _, last = name.rpartition(".")
                     module = model.get_submodule(owner)
                     copy = getattr(module, last).detach().clone()
                     setattr(module, last, nn.Parameter(copy, requires_grad=False))
-            original(engine, model, loss, optimizer)
+            return original(model, *more)
 
         return changed
 
-    return wrapped(Engine, "_build", make)
+    return wrapped(engine_module, "build", make)
