@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.diagnose.pulse import PHASES
-from paceline.diagnose.stragglers import Verdicts, find
+from paceline.diagnose.stragglers import StragglerFilter, find_straggler
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of
 from paceline.engine.step_timing import Clock, make_clock
@@ -43,7 +43,7 @@ class StepSplits:
         self._ended: list[_Ended] = []
         self._told: list[_Told] = []
         self._hosts: list[str] = []
-        self._verdicts = Verdicts()
+        self._verdicts = StragglerFilter()
 
     def after(self, step: int) -> None:
         """``step`` is done, and nothing else since."""
@@ -92,7 +92,7 @@ class StepSplits:
         self._report(StepSplit(step=told.step, steps=self._steps, phases=phases))
         layout = self._engine.layout
         stages = [layout.place(rank).pp for rank in range(self._world.size)]
-        found = find(phases, self._hosts, alike=stages, step=told.step)
+        found = find_straggler(phases, self._hosts, alike=stages, step=told.step)
         if (verdict := self._verdicts.add(found)) is not None:
             self._report(verdict)
 
