@@ -28,9 +28,9 @@ import torch
 from checkpointing import report
 
 import paceline
-from paceline.checkpoint.memory.recall import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import RankState
+from paceline.checkpoint.memory.find import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
+from paceline.checkpoint.memory.snapshots import MemorySnapshots
+from paceline.checkpoint.rank_state import RankState
 from paceline.config import demo
 from paceline.engine.internals import internals_of
 from paceline.models import GPT, token_cross_entropy
@@ -76,7 +76,7 @@ class Bench:
     def open_partners(self) -> None:
         """A memory tier whose ranks do not share memory."""
         self.node.mkdir(exist_ok=True)
-        self.partners = MemoryTier(self.where, self.group, after=None, root=self.node)
+        self.partners = MemorySnapshots(self.where, self.group, after=None, root=self.node)
         assert self.partners.partner is not None
 
     def state(self) -> RankState:

@@ -32,11 +32,11 @@ from paceline.engine.optimizer_groups import Groups
 from paceline.errors import DataError, TrainingError
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
+from paceline.nested import map_tensors
 from paceline.parallel.compose import Ways, check_layout, shard_root, spread
 from paceline.parallel.meta import Init, is_on_meta
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.shard import Sharded, Sharding
-from paceline.parallel.shard_dtype import map_tensors
 from paceline.world import World
 
 

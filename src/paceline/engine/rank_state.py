@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.boxes import boxes_of
 from paceline.checkpoint.manifest import Manifest, TensorEntry
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.engine.checks import another_model, check_optimizer_state
 from paceline.engine.context import StepContext
 from paceline.engine.optimizer_groups import install

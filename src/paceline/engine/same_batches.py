@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.data.origin import check_origin
+from paceline.data.batch_layout import check_origin
 from paceline.engine.batch import map_leaves
 from paceline.errors import DataError
 from paceline.layout import Layout

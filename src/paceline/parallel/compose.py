@@ -29,7 +29,7 @@ from paceline.parallel.pipeline import Pipeline, Pipelining, cut
 from paceline.parallel.recompute import Recompute, recompute
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded, Sharding, shard
-from paceline.parallel.shard_units import find_units
+from paceline.parallel.shard.units import find_units
 from paceline.parallel.spread import Context, LossFirst, Spread, stage_group
 from paceline.parallel.tensor import TensorParallel, TensorPlan, apply_plan, make_plan, mixing
 from paceline.wire import Reduction

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TrainingError
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.kept_ops import resolve, selective_contexts
-from paceline.parallel.shard_units import matches
+from paceline.parallel.selective_recompute import resolve, selective_contexts
+from paceline.parallel.shard.units import matches
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 BlockRule = str | Sequence[str] | Callable[[str, nn.Module], bool]

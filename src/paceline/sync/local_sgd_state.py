@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.sync.outer_loop import OuterLoop
 from paceline.sync.outer_step import OuterStep, difference
 from paceline.sync.plain_state import OPTIMIZER, OUTER, PlainState

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.boxes import Box, boxes_of
 from paceline.checkpoint.manifest import TensorEntry
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.parallel.whole import held_runs, local, part_of
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.protocol import Load, Merge, Saved

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.part import Part, RankState
+from paceline.checkpoint.rank_state import Part, RankState
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.numbers import Numbers, Problem
 from paceline.sync.traffic import Traffic

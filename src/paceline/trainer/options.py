@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.checkpoint.digests import NAMES, check_reference
+from paceline.checkpoint.hashing import NAMES, check_reference
 from paceline.engine.arguments import check_switches
 from paceline.errors import TrainingError
 from paceline.trainer.callbacks import direction, sign_of

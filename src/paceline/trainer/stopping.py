@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.launch.codes import PEER_LEAVES, TOLD_TO_LEAVE
+from paceline.launch.exit_codes import PEER_LEAVES, TOLD_TO_LEAVE
 from paceline.sync.late_numbers import LAG
 from paceline.world import World
 

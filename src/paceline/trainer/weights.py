@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.checkpoint.best import Mode
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.finding import Which, find_checkpoint
+from paceline.checkpoint.locate import Which, find_checkpoint
 from paceline.checkpoint.weights.export import aliases_of, extra_of
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of

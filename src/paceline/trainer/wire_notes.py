@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.engine import Engine
 from paceline.engine.options import compression_of, local_steps_of
 from paceline.events import Note
-from paceline.track.pace import plural
+from paceline.formatting import plural
 from paceline.wire import Compression, LocalSteps
 
 

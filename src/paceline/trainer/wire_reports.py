@@ -7,8 +7,8 @@ from collections.abc import Callable
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of
 from paceline.events import Event, Note, WireUsed
+from paceline.formatting import plural, size
 from paceline.sync.traffic import LeftAlone, Traffic, left_alone
-from paceline.track.pace import plural, size
 from paceline.world import collectives
 
 EVERY = 50

@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
-from paceline.checkpoint.storage.local import ReadableFile, Storage
+from paceline.checkpoint.storage.storage import ReadableFile, Storage
 from paceline.config.secret_words import masked
 from paceline.config.secrets import Secret, references, revealed, secret_values, without
 from paceline.errors import CheckpointError, MissingExtra, StorageError
