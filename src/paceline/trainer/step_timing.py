@@ -14,7 +14,7 @@ from paceline.diagnose.pulse import PHASES
 from paceline.diagnose.stragglers import StragglerFilter, find_straggler
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of
-from paceline.engine.step_timing import Clock, make_clock
+from paceline.engine.step_timing import StepClock, make_clock
 from paceline.events import Event, StepSplit
 from paceline.sync.late_numbers import LAG
 from paceline.world import collectives
@@ -39,7 +39,7 @@ class StepSplits:
         # Events on a GPU's stream are read when the host, which runs ahead, has waited for them.
         self._lag = 0 if engine.device.type == "cpu" else 2
         self._steps_run = 0
-        self._running: Clock | None = None
+        self._running: StepClock | None = None
         self._ended: list[_Ended] = []
         self._told: list[_Told] = []
         self._hosts: list[str] = []
@@ -99,7 +99,7 @@ class StepSplits:
 
 class _Ended(NamedTuple):
     step: int
-    clock: Clock
+    clock: StepClock
 
 
 class _Told(NamedTuple):
