@@ -19,7 +19,7 @@ import paceline
 from paceline.checkpoint.folder import Folder
 from paceline.cli.app import app
 from paceline.config.keys import FIELDS, is_free
-from paceline.layout.rules import RULES
+from paceline.options.rules import RULES
 from paceline.trainer.history import History
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ from paceline.bench.request import Request, groups_of, read_request
 from paceline.bench.result import CommResult, Pair, make_cell, slow_links, spread
 from paceline.bench.timing import make_plan
 from paceline.errors import ConfigError
-from paceline.wire import Reduction
+from paceline.options import Reduction
 
 GOOD = {
     "collectives": "all_reduce",

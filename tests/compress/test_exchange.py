@@ -12,7 +12,7 @@ from paceline.compress.exchange import Exchange
 from paceline.compress.formats import Turn
 from paceline.compress.powersgd import PowerSGD
 from paceline.compress.wire import Wire
-from paceline.wire import Compression
+from paceline.options import Compression
 from paceline.world import World
 
 FORMS = ["fp16", "bf16", "int8", "sign", "topk:0.1", "randomk:0.1", "topk:0.1+fp16", "powersgd:3"]

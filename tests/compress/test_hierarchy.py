@@ -14,9 +14,9 @@ from paceline.compress.hierarchy import Hierarchical, Levels, find_nodes
 from paceline.compress.wire import Wire
 from paceline.data import share
 from paceline.errors import LayoutError
-from paceline.wire import Compression
-from paceline.wire.links import PIECE_BYTES
-from paceline.wire.topology import Topology
+from paceline.network.links import PIECE_BYTES
+from paceline.network.topology import Topology
+from paceline.options import Compression
 
 # Nodes of equal size, of unequal size, the smaller one first, ranks in turns, three nodes; a single
 # node, and a rank a node, which need not go in two levels and can.

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.bench.catalogue import COLLECTIVES, algorithm_bandwidth, bus_bandwidth
 from paceline.bench.fit import Line, fit
-from paceline.wire.links import Link
+from paceline.network.links import Link
 
 
 @dataclass(frozen=True)

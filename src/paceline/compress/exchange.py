@@ -18,7 +18,7 @@ from paceline.compress.formats import HALF, Cast, Drawn, Format, Largest, Plain,
 from paceline.compress.powersgd import PowerSGD
 from paceline.compress.quantised import Quantised, int8, signs
 from paceline.compress.wire import Wire, ring_bytes
-from paceline.wire import Compression, Form
+from paceline.options import Compression, Form
 
 _NO_FORM = Form("none")
 _FORMS_PER_BUCKET = 64

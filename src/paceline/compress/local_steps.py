@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.wire import LocalSteps
+from paceline.options import LocalSteps
 
 
 class Outer:

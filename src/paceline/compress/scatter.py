@@ -16,7 +16,7 @@ from paceline.compress.exchange import Exchange
 from paceline.compress.formats import Format, Turn
 from paceline.compress.powersgd import PowerSGD
 from paceline.compress.wire import ring_bytes
-from paceline.wire import Form
+from paceline.options import Form
 
 
 class Cut(NamedTuple):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.compress.wire import Wire
-from paceline.wire.buckets import Gradient
-from paceline.wire.links import Choice, Link
+from paceline.network.buckets import Gradient
+from paceline.network.links import Choice, Link
 from paceline.world import World
 
 _SMALL = 16 * 2**10

@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Never
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.engine import nonfinite, peers
 from paceline.engine.alone import step_alone
-from paceline.engine.arguments import check_arguments
+from paceline.engine.arguments import (
+    OptimizerFactory,
+    Schedule,
+    check_arguments,
+    refuse_unknown,
+)
 from paceline.engine.batch import move, placeholder
 from paceline.engine.checks import (
     check_loss_parameters,
@@ -31,15 +36,6 @@ from paceline.engine.local import Rounds
 from paceline.engine.loss import LossFunction, LossModule
 from paceline.engine.memory import Memory, MemoryMeter
 from paceline.engine.nonfinite import Problem
-from paceline.engine.options import (
-    DEFAULTS,
-    EngineOptions,
-    OptimizerFactory,
-    check_option_names,
-    compression_of,
-    local_steps_of,
-    ways_of,
-)
 from paceline.engine.parts import Parts
 from paceline.engine.passes import Evaluated, Passes, Sums
 from paceline.engine.precision import Precision
@@ -49,7 +45,6 @@ from paceline.engine.result import Numbers, StepResult
 from paceline.engine.split import Clock
 from paceline.engine.starting import (
     check_copies_are_equal,
-    check_initial_weights,
     check_not_spread,
     make_values,
     mark_as_spread,
@@ -61,8 +56,22 @@ from paceline.engine.traffic import Traffic, traffic
 from paceline.engine.wiring import Wiring
 from paceline.errors import TrainingError
 from paceline.layout import Layout
+from paceline.options import (
+    Compression,
+    EngineOptions,
+    LocalSteps,
+    Pipelining,
+    Recompute,
+    Reduction,
+    Sharding,
+    TensorParallel,
+)
+from paceline.options.engine import InitialWeights, Nonfinite
+from paceline.options.engine import Precision as PrecisionName
+from paceline.options.rules import Combination, check_rules
 from paceline.parallel import sync_batchnorm
-from paceline.parallel.compose import check_layout, needs_sample, spread
+from paceline.parallel.compose import needs_sample, spread
+from paceline.parallel.device_map import DeviceLike
 from paceline.parallel.meta import is_on_meta
 from paceline.parallel.offload import offload_state
 from paceline.parallel.replicate import sync_buffers
@@ -84,45 +93,47 @@ _SAME_ON_ALL_RANKS = (
 class Engine:
     """Trains ``model`` one global batch at a time, on any layout.
 
-    ``loss`` is called as ``loss(output, target)`` and returns a mean over samples, or a pair
-    ``(sum, count)``; leave it out for a model that returns its own loss. ``optimizer`` is an
-    optimizer over the model's parameters, or a function that makes one from them.
-
-    Options:
-        layout: such as ``"dp=4"``; ``"auto"`` spreads the data over the whole world.
-        microbatch: the most samples a rank puts through the model at once; a larger share is cut
-            into near-equal parts whose gradients add up without communication in between.
-        precision: ``fp32``, ``bf16`` and ``fp16`` (autocast; fp16 with a gradient scaler), or
-            ``fp64``, which casts the model and keeps every cast inside it in float64.
-        clip_norm, clip_value: bounds for the gradient's global norm, and for its elements.
-        schedule: a function from the step (0, 1, …) to a factor on each group's learning rate,
-            or one of torch's schedulers.
-        compile: compile the model with ``torch.compile``.
-        nonfinite: what to do about NaN or Inf in the loss or the gradient: ``stop`` (raise; on a
-            GPU one step later, see :meth:`settle`), ``skip`` (leave the parameters alone and go
-            on) or ``ignore``.
-        sync_batchnorm: normalise over all ranks' samples instead of each rank's own.
-        forward: ``forward(model, batch)`` returning the loss, for models that need more than
-            being called with their batch.
-        count: ``count(batch)`` tells over how many items the loss of a batch is a mean, where
-            that is not the samples.
-        sharding, tensor, pipeline: how ``zero``, ``tp`` and ``pp`` are done, where not by default:
-            :class:`paceline.Sharding`, :class:`paceline.TensorParallel`,
-            :class:`paceline.Pipelining`.
-        checkpoint_activations: recompute activations in the backward pass: ``"full"``, a number n
-            (every n-th block), ``"selective"``, or a :class:`paceline.Recompute`.
-        device_map, max_memory: put the model's parts on several devices of this one process, by
-            name or ``"auto"``, within these bounds.
-        compress: the form in which gradients travel between data-parallel ranks, such as ``"int8"``
-            or ``"topk:0.01"``, or a :class:`paceline.Compression`.
-        local_steps: let data-parallel ranks train alone for so many steps and then meet, or a
-            :class:`paceline.LocalSteps`.
-        reduction: how gradients are summed over the ranks, where not by default: a
-            :class:`paceline.Reduction`.
-        init: called with each module of a model from the meta device, to give it values.
-        initial_weights: ``"rank0"``: all ranks start from the parameters and buffers that rank 0
-            has built; ``"own"``: every rank keeps what it has built, and nothing is sent.
+    Args:
+        model: the model; it is spread over the ranks in place.
+        optimizer: an optimizer over the model's parameters, or a function that makes one from them.
+        loss: called as ``loss(output, target)``, it returns a mean over samples, or a pair
+            ``(sum, count)``. Leave it out for a model that returns its own loss.
         world: the world to train in; by default the one this process was launched into.
+        layout: How work is spread over the ranks, such as 'dp=2' or 'dp=2,zero=3,tp=2'; auto:
+            data-parallel over all of them.
+        microbatch: The most samples a rank puts through the model at once; a larger share of
+            the batch is cut into near-equal parts whose gradients add up. None: the whole share
+            at once.
+        precision: Number format of the forward and backward pass: fp32, bf16 or fp16 (autocast;
+            fp16 with a gradient scaler), or fp64, in which the whole model computes.
+        clip_norm: Clip the norm of the whole gradient to this. None: no clipping.
+        clip_value: Clip each element of the gradient to this. None: no clipping.
+        schedule: A function from the step (0, 1, …) to a factor on each group's learning rate,
+            or one of torch's schedulers.
+        compile: Compile the model with torch.compile.
+        nonfinite: On NaN or Inf in the loss or the gradient: stop the run (on a GPU one step
+            later), skip the step, or ignore it.
+        sync_batchnorm: Batch-norm statistics over all ranks' samples instead of each rank's
+            own.
+        forward: Called as forward(model, batch), it returns the loss: for models that need more
+            than being called with their batch.
+        count: Called as count(batch), it says over how many items the loss of a batch is a
+            mean, where that is not the samples.
+        sharding: How zero shards the model.
+        tensor: How tp splits layers.
+        pipeline: How pp cuts and runs the model.
+        checkpoint_activations: Recompute activations in the backward pass: of every block
+            (full), of every n-th (a number), or of all but the costly operators (selective).
+        device_map: Put parts of the model on several devices of one process: names to devices,
+            or auto.
+        max_memory: With a device map: how much of each device it may use, such as {'cuda:0':
+            '20GiB'}.
+        init: Called with each module of a model from the meta device, to give it values.
+        compress: In which form gradients travel between data-parallel ranks, such as int8.
+        local_steps: Data-parallel ranks train alone for this many steps and then meet.
+        reduction: How gradients are summed over the ranks.
+        initial_weights: What ranks start from: the model that rank 0 has built, or each its
+            own.
     """
 
     def __init__(
@@ -132,21 +143,64 @@ class Engine:
         optimizer: Optimizer | OptimizerFactory,
         loss: LossFunction | None = None,
         world: World | None = None,
-        **options: Unpack[EngineOptions],
+        layout: str | Layout = "auto",
+        microbatch: int | None = None,
+        precision: PrecisionName = "fp32",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        schedule: Schedule | None = None,
+        compile: bool = False,
+        nonfinite: Nonfinite = "stop",
+        sync_batchnorm: bool = False,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        count: Callable[[Any], int | Tensor] | None = None,
+        sharding: Sharding | None = None,
+        tensor: TensorParallel | None = None,
+        pipeline: Pipelining | None = None,
+        checkpoint_activations: Recompute | str | int | None = None,
+        device_map: str | Mapping[str, DeviceLike] | None = None,
+        max_memory: Mapping[DeviceLike, int | str] | None = None,
+        init: Callable[[nn.Module], None] | None = None,
+        compress: Compression | str | None = None,
+        local_steps: LocalSteps | int | None = None,
+        reduction: Reduction | None = None,
+        initial_weights: InitialWeights = "rank0",
+        **unknown: Never,
     ) -> None:
-        check_option_names(options)
-        self.options = EngineOptions(**{**DEFAULTS, **options})
-        check_arguments(model, loss, optimizer, self.options, world)
+        refuse_unknown(Engine, unknown)
+        check_arguments(model, loss, optimizer, world)
+        self.options = EngineOptions.of(
+            layout=layout,
+            microbatch=microbatch,
+            precision=precision,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            schedule=schedule,
+            compile=compile,
+            nonfinite=nonfinite,
+            sync_batchnorm=sync_batchnorm,
+            forward=forward,
+            count=count,
+            sharding=sharding,
+            tensor=tensor,
+            pipeline=pipeline,
+            checkpoint_activations=checkpoint_activations,
+            device_map=device_map,
+            max_memory=max_memory,
+            init=init,
+            compress=compress,
+            local_steps=local_steps,
+            reduction=reduction,
+            initial_weights=initial_weights,
+        )
         check_model_and_options(model, self.options)
-        check_initial_weights(self.options["initial_weights"])
         check_not_spread(model)
         self._notes = rules_on_frozen(model, self.options["compress"])
         self.world = world if world is not None else World.current()
         self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)
         self.layout.check_world(self.world.size)
         self.place = self.layout.place(self.world.rank)
-        self._ways = ways_of(self.options)
-        check_layout(self.layout, self._ways)
+        check_rules(Combination(self.layout, self.options))
         self.device = self.world.device
         self.steps_done = 0
         self._same_batches = peers.SameBatches(self.layout, self.world)
@@ -177,12 +231,12 @@ class Engine:
             self.world,
             initial_weights=self.options["initial_weights"],
             settings={"layout": str(self.layout)}
-            | {k: value for k, value in self.options.items() if k in _SAME_ON_ALL_RANKS},
+            | {name: self.options[name] for name in _SAME_ON_ALL_RANKS},
         )
         self._on_meta = is_on_meta(model)
         self._is_mapped = self.options["device_map"] is not None
         # Sharding and device maps move what they keep there; a sample runs where its batch is.
-        sharded = self.layout.zero and not needs_sample(self.layout, self._ways)
+        sharded = self.layout.zero and not needs_sample(self.layout, self.options)
         if not self._on_meta and not sharded and not self._is_mapped:
             self._local.to(self.device)
         self._precision.prepare(self._local)
@@ -208,7 +262,7 @@ class Engine:
         # The way that gradients go, where it is not DDP's or FSDP's own.
         self.wiring: Wiring | None = None
         self.reducing = Reducing(self)
-        if not needs_sample(self.layout, self._ways):
+        if not needs_sample(self.layout, self.options):
             self._spread_out()
         # As torch's schedulers do: an optimizer that was scheduled before keeps its full rate.
         self._base_lrs = [g.setdefault("initial_lr", g["lr"]) for g in self.optimizer.param_groups]
@@ -219,15 +273,14 @@ class Engine:
         if batch is not None:
             part = self._sample(batch)
             sample = functools.partial(self._run_sample, part)
-        compression = compression_of(self.options)
-        if compression is not None:
-            self.wiring = Wiring(compression, self.model, self.layout, self.world)
+        if self.options.compress is not None:
+            self.wiring = Wiring(self.options.compress, self.model, self.layout, self.world)
         self._spread = spread(
             self._local,
             self.model,
             self.layout,
             self.world,
-            self._ways,
+            self.options,
             context=self._precision.forward,
             sample=sample,
             materialise=self._materialise if self._on_meta else None,
@@ -245,15 +298,14 @@ class Engine:
             self._trainable = [p.requires_grad for p in self._parameters]
         if self.options["initial_weights"] == "own":
             check_copies_are_equal(self.spread.held, self.model, self.world)
-        if self._ways.sharding.offload == "optimizer":
+        if self.options.sharding.offload == "optimizer":
             offload_state(self.optimizer)
         if self.layout.tp > 1:
             peers.share_random_stream(self.layout, self.world)
         group = self.spread.data_group
         self._has_sync_norm = group.size > 1 and sync_batchnorm.join(self.model, group)
-        local_steps = local_steps_of(self.options)
-        if local_steps is not None:
-            self.rounds = Rounds(local_steps, self)
+        if self.options.local_steps is not None:
+            self.rounds = Rounds(self.options.local_steps, self)
         if self.after_spreading is not None:
             self.after_spreading()
             self.after_spreading = None

@@ -19,8 +19,8 @@ from paceline.compress.wire import Wire
 from paceline.engine.late import LateNumbers, LateQueue
 from paceline.engine.nonfinite import Problem
 from paceline.engine.result import Numbers
-from paceline.wire import LocalSteps
-from paceline.wire.local_steps import fragments_of
+from paceline.options import LocalSteps
+from paceline.options.local_steps import fragments_of
 from paceline.world import World
 from paceline.world.group import backend_by_device
 from paceline.world.sealing import sealed

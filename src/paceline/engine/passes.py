@@ -46,7 +46,7 @@ class Passes:
         cut = split(batch, engine.options["microbatch"])
         if engine.layout.pp == 1:
             return cut
-        wanted = engine._ways.pipeline.microbatches_for(engine.layout.pp, len(cut))
+        wanted = engine.options.pipeline.microbatches_for(engine.layout.pp, len(cut))
         samples = engine._local.samples(batch)
         return split_into(batch, min(wanted, samples)) if samples else cut
 
@@ -68,7 +68,7 @@ class Passes:
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=engine.world.everyone.cpu_group)
             wanted = int(most)
         if engine.layout.pp > 1:
-            wanted = engine._ways.pipeline.microbatches_for(engine.layout.pp, wanted)
+            wanted = engine.options.pipeline.microbatches_for(engine.layout.pp, wanted)
         missing = wanted - len(cut)
         cut, items = cut + cut[:1] * missing, items + [0] * missing
         dtype = engine._precision.batch_dtype

@@ -13,12 +13,12 @@ from paceline.compress.hierarchy import Hierarchical, Levels, find_nodes
 from paceline.compress.timing import BackwardTimer, measure, measure_link
 from paceline.compress.wire import Wire
 from paceline.engine.wiring import Wiring, group_for_gradients
+from paceline.network.buckets import DEFAULT_MIB, MIB, tune
+from paceline.network.links import choose
+from paceline.network.topology import Topology
+from paceline.options import Compression, Reduction
 from paceline.parallel.exchanging import sparse_embedding
 from paceline.parallel.spread import data_ranks
-from paceline.wire import Compression, Reduction
-from paceline.wire.buckets import DEFAULT_MIB, MIB, tune
-from paceline.wire.links import choose
-from paceline.wire.topology import Topology
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

@@ -15,10 +15,10 @@ from paceline.compress.hook import Hook
 from paceline.compress.scatter import Cut, Scatter
 from paceline.compress.wire import Wire
 from paceline.layout import Layout
+from paceline.options import Compression
 from paceline.parallel.exchanging import UnitParameter
 from paceline.parallel.spread import data_ranks
 from paceline.parallel.whole import cuts
-from paceline.wire import Compression
 from paceline.world import World
 from paceline.world.group import backend_by_device
 

@@ -13,67 +13,29 @@ A device map, which is for one process alone, places the model before anything e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.layout import Layout
-from paceline.layout.rules import ZERO_BUBBLE, Request, check_rules
+from paceline.options import EngineOptions
+from paceline.options.rules import ZERO_BUBBLE, Combination, check_rules
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.device_map import DeviceLike, place
+from paceline.parallel.device_map import place
 from paceline.parallel.exchanging import Averaging
-from paceline.parallel.pipeline import Pipeline, Pipelining, cut
-from paceline.parallel.recompute import Recompute, recompute
+from paceline.parallel.pipeline import Pipeline, cut
+from paceline.parallel.recompute import recompute
 from paceline.parallel.replicate import replicate
-from paceline.parallel.shard import Sharded, Sharding, shard
+from paceline.parallel.shard import Sharded, shard
 from paceline.parallel.shard_units import find_units
 from paceline.parallel.spread import Context, LossFirst, Spread, stage_group
-from paceline.parallel.tensor import TensorParallel, TensorPlan, apply_plan, make_plan, mixing
-from paceline.wire import Reduction
+from paceline.parallel.tensor import TensorPlan, apply_plan, make_plan, mixing
 from paceline.world import World, collectives
 
 
-@dataclass(frozen=True)
-class Ways:
-    """How each way of spreading a model is to be done, where the layout asks for it."""
-
-    sharding: Sharding = field(default_factory=Sharding)
-    tensor: TensorParallel = field(default_factory=TensorParallel)
-    pipeline: Pipelining = field(default_factory=Pipelining)
-    recompute: Recompute | None = None
-    compile: bool = False
-    compress: str | None = None
-    reduction: Reduction = field(default_factory=Reduction)
-    device_map: str | Mapping[str, DeviceLike] | None = None
-    max_memory: Mapping[DeviceLike, int | str] | None = None
-    local_start: int | None = None
-    """Synchronous steps before local ones; ``None``: there are no local ones."""
-    sync_batchnorm: bool = False
-
-
-def check_layout(layout: Layout, ways: Ways, **more: bool) -> None:
-    """Refuse a layout that breaks a rule; see :mod:`paceline.layout.rules`."""
-    check_rules(
-        Request(
-            layout,
-            schedule=ways.pipeline.schedule,
-            offload=ways.sharding.offload,
-            shard_dtype=ways.sharding.dtype,
-            recompute=None if ways.recompute is None else ways.recompute.mode,
-            device_map=ways.device_map is not None,
-            compress=ways.compress,
-            reduction=ways.reduction.asked,
-            local_start=ways.local_start,
-            sync_batchnorm=ways.sync_batchnorm,
-            **more,
-        )
-    )
-
-
-def needs_sample(layout: Layout, ways: Ways) -> bool:
+def needs_sample(layout: Layout, ways: EngineOptions) -> bool:
     """Whether spreading has to see a batch first: what to split is found by running the model."""
     return layout.tp > 1 or layout.pp > 1 or ways.device_map == "auto"
 
@@ -83,7 +45,7 @@ def spread(
     model: nn.Module,
     layout: Layout,
     world: World,
-    ways: Ways,
+    ways: EngineOptions,
     *,
     context: Context = contextlib.nullcontext,
     sample: Callable[[], Any] | None = None,
@@ -96,7 +58,7 @@ def spread(
     ``sample`` runs ``module`` once on a batch like those to come; ``materialise`` gives values to
     a model without any; ``averaging`` averages gradients instead of DDP and FSDP. A collective.
     """
-    check_layout(layout, ways)
+    check_rules(Combination(layout, ways))
     pipeline, plan = None, None
     entered = context
     devices = [world.device]
@@ -113,8 +75,8 @@ def spread(
         pipeline = _cut(module, layout, world, ways, entered, sample)
     if plan is not None:
         apply_plan(model, plan, world.mesh(layout)["tp"])
-    if ways.recompute is not None:
-        recompute(model, ways.recompute, context=entered)
+    if ways.checkpoint_activations is not None:
+        recompute(model, ways.checkpoint_activations, context=entered)
     if ways.compile:
         _compile(module, model, whole=layout == Layout(dp=layout.dp))
     called, sharded = module, []
@@ -145,7 +107,7 @@ def spread(
 
 
 def _tensor_plan(
-    model: nn.Module, layout: Layout, ways: Ways, sample: Callable[[], Any] | None
+    model: nn.Module, layout: Layout, ways: EngineOptions, sample: Callable[[], Any] | None
 ) -> TensorPlan:
     options = ways.tensor
     return make_plan(
@@ -171,7 +133,7 @@ def _cut(
     module: nn.Module,
     layout: Layout,
     world: World,
-    ways: Ways,
+    ways: EngineOptions,
     context: Context,
     sample: Callable[[], Any] | None,
 ) -> Pipeline:
@@ -209,7 +171,7 @@ def shard_root(
     model: nn.Module,
     layout: Layout,
     world: World,
-    ways: Ways,
+    ways: EngineOptions,
     units: Sequence[str] | None = None,
     averaging: Averaging | None = None,
 ) -> Sharded:

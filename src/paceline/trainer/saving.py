@@ -34,7 +34,7 @@ from paceline.engine import Engine
 from paceline.engine.parts import as_part, empty_for
 from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError, TrainingError
 from paceline.events import Event, RestoreTried
-from paceline.trainer.options import Checkpointing
+from paceline.options import Checkpointing
 from paceline.trainer.reporting import trouble
 from paceline.trainer.restoring import DoesNotFit, Opened, fill, first_problem, together
 from paceline.trainer.trees import is_large, put_together, take_apart

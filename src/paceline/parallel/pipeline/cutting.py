@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from paceline.errors import LayoutError
+from paceline.options import Pipelining
 from paceline.parallel.pipeline.balance import lightest_cuts
 from paceline.parallel.pipeline.glue import Name
-from paceline.parallel.pipeline.options import Pipelining
 from paceline.parallel.pipeline.plan import CutPlan
 from paceline.parallel.pipeline.shape_run import MeasuringRun, ShapeRun
 from paceline.parallel.pipeline.skeleton import Binding, Skeleton

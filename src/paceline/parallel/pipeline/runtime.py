@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from paceline.layout.schedules import check_schedule
+from paceline.options import Pipelining
 from paceline.parallel.pipeline import tied
 from paceline.parallel.pipeline.crossing import wire_spec
 from paceline.parallel.pipeline.cutting import model_of
-from paceline.parallel.pipeline.options import Pipelining
 from paceline.parallel.pipeline.plan import CutPlan
 from paceline.parallel.pipeline.shape_run import ShapeRun
 from paceline.parallel.pipeline.signature import signature

@@ -1,10 +1,10 @@
 """Tensor parallelism: the layers of a model spread over ranks, on DTensor."""
 
+from paceline.options import TensorParallel as TensorParallel
 from paceline.parallel.tensor.apply import apply_plan as apply_plan
 from paceline.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
 from paceline.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
 from paceline.parallel.tensor.mixing import mixing as mixing
-from paceline.parallel.tensor.options import TensorParallel as TensorParallel
 from paceline.parallel.tensor.plain import plain as plain
 from paceline.parallel.tensor.plan import TensorPlan as TensorPlan
 from paceline.parallel.tensor.shards import full_tensor as full_tensor
