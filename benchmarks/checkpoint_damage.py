@@ -35,7 +35,7 @@ from checkpointing.rivals import Distributed, Paceline, Saves, TorchSave
 from checkpointing.states import Shapes, differing, gpt_shapes, size_of, whole_tensors
 
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.ladder import Rung, climb
+from paceline.checkpoint.restore_order import RestoreCandidate, restore_newest
 from paceline.errors import CheckpointError
 
 WORLDS = (2, 3, 4)
@@ -112,11 +112,11 @@ def stepped_over(bench: Bench, world: int, files: list[str]) -> str | None:
     folder = Folder(bench.work(world))
     told: dict[int | None, str] = {}
     rungs = [
-        Rung("checkpoint", one.step, partial(_restored, bench, world, one.step))
+        RestoreCandidate("checkpoint", one.step, partial(_restored, bench, world, one.step))
         for one in reversed(folder.checkpoints())
     ]
     try:
-        found = climb(rungs, lambda tried: told.update({tried.step: tried.detail}))
+        found = restore_newest(rungs, lambda tried: told.update({tried.step: tried.detail}))
     except CheckpointError as error:
         return f"raised: {error}"
     if folder.get(STEP).name not in folder.unfinished():

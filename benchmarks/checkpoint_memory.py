@@ -28,10 +28,11 @@ import torch
 from checkpointing import report
 
 import paceline
-from paceline.checkpoint.memory.recall import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import RankState
+from paceline.checkpoint.memory.find import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
+from paceline.checkpoint.memory.snapshots import MemorySnapshots
+from paceline.checkpoint.rank_state import RankState
 from paceline.config import demo
+from paceline.engine.internals import internals_of
 from paceline.models import GPT, token_cross_entropy
 from paceline.testing import RankPool
 from paceline.trainer.saving import Checkpoints
@@ -75,12 +76,12 @@ class Bench:
     def open_partners(self) -> None:
         """A memory tier whose ranks do not share memory."""
         self.node.mkdir(exist_ok=True)
-        self.partners = MemoryTier(self.where, self.group, after=None, root=self.node)
+        self.partners = MemorySnapshots(self.where, self.group, after=None, root=self.node)
         assert self.partners.partner is not None
 
     def state(self) -> RankState:
         """What the engine saves; and each rank's random state, as a run has it."""
-        state = self.engine.parts.collect()
+        state = internals_of(self.engine).rank_state.collect()
         state.objects[f"random/{self.world.rank}"] = paceline.world.rng_state()
         return state
 
@@ -187,7 +188,7 @@ def _partner_memory(bench: Bench, seconds: dict[str, list[float]]) -> None:
         began = time.perf_counter()
         held = snapshots_in_memory(bench.where, bench.group, root=bench.node)
         checkpoint = held[0].open()
-        bench.engine.parts.take(checkpoint, checkpoint.load)
+        internals_of(bench.engine).rank_state.take(checkpoint, checkpoint.load)
         paceline.collectives.barrier()
         seconds["partner's memory"].append(time.perf_counter() - began)
         checkpoint.close()

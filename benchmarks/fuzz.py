@@ -152,13 +152,13 @@ def _warm_up() -> None:
     import paceline.checkpoint.diff
     import paceline.checkpoint.pruning
     import paceline.checkpoint.weights.export
-    import paceline.checkpoint.weights.importing
+    import paceline.checkpoint.weights.import_weights
     import paceline.cli.app
     import paceline.cli.checkpoint_prune
     import paceline.cli.checkpoint_views
     import paceline.config
     import paceline.diagnose.story
-    import paceline.diagnose.story.text
+    import paceline.diagnose.story.report
     import paceline.track.console  # noqa: F401
 
     assert safetensors.torch

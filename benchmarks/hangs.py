@@ -23,8 +23,9 @@ from hanging.expected import EXPECTED, Expected
 from paceline.diagnose.hangs.oversee import HangOverseer
 from paceline.diagnose.hangs.verdict import Finding
 from paceline.errors import RankFailed
-from paceline.launch.local import LocalJob, launch
-from paceline.launch.overseer import Stuck
+from paceline.launch.hang_watcher import DetectedHang
+from paceline.launch.job import LocalJob
+from paceline.launch.local import launch
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "hangs.json"
@@ -44,12 +45,12 @@ class FirstFinding(HangOverseer):
         if isinstance(news, Finding):
             self.found.append((time.time(), news))
 
-    def look(self) -> Stuck | None:
+    def look(self) -> DetectedHang | None:
         """End the launch: what there was to see has been seen."""
         if not self.found or not self.ends:
             return None
         finding = self.found[0][1]
-        return Stuck("stop", finding.summary, list(finding.ranks), finding.step)
+        return DetectedHang("stop", finding.summary, list(finding.ranks), finding.step)
 
 
 def run(script: Path, argument: str, size: int, overseer: FirstFinding) -> tuple[str, float]:
@@ -63,7 +64,7 @@ def run(script: Path, argument: str, size: int, overseer: FirstFinding) -> tuple
             env={"PACELINE_HANG_AFTER": str(AFTER), "OMP_NUM_THREADS": "1"},
             output=None,
             notice=lambda message: None,
-            overseer=lambda: overseer,
+            hang_watcher=lambda: overseer,
         )
         error = ""
         try:

@@ -14,7 +14,7 @@ from chaotic.cluster import Cluster, Launcher, Stuck
 from chaotic.notes import StepNote, repeated
 from chaotic.schedule import Fault
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.manifest import NAME as MANIFEST
+from paceline.checkpoint.manifest import MANIFEST
 from paceline.events import CheckpointFailed, read
 
 _BLINK_S = 1.0

@@ -27,12 +27,12 @@ from checkpointing.states import (
     whole_parts,
     whole_tensors,
 )
-from paceline.checkpoint import manifest
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.manifest import MANIFEST
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.sharded.save import load
-from paceline.checkpoint.sharded.saver import Saver
+from paceline.checkpoint.sharded.async_saver import AsyncSaver
+from paceline.checkpoint.sharded.save_load import load
 from paceline.errors import CheckpointError
 
 CODE = str(Path(paceline.checkpoint.__file__).parent)
@@ -124,7 +124,7 @@ def run(here: Here, where: str, shapes: Shapes, plan: Plan, traced: bool) -> Non
         check(good, tensors, shapes)
         step = good.step
     here.say(resumed=step)
-    saver = Saver(folder, group, KEEP)
+    saver = AsyncSaver(folder, group, KEEP)
     lines = Lines()
     for save in range(plan.saves):
         last = save == plan.saves - 1
@@ -186,7 +186,7 @@ def strays(folder: Folder) -> list[str]:
     """Whatever is in the folder and not part of a finished checkpoint."""
     known = {".lock"}
     for checkpoint in folder.checkpoints():
-        known |= {checkpoint.name, f"{checkpoint.name}/{manifest.NAME}"}
+        known |= {checkpoint.name, f"{checkpoint.name}/{MANIFEST}"}
         known |= {f"{checkpoint.name}/{file}" for file in checkpoint.manifest.files}
     root = Path(folder.where)
     return sorted({str(path.relative_to(root)) for path in root.rglob("*")} - known)
@@ -197,7 +197,7 @@ def phase(where: str, step: int, attempt: int, ranks: int, size: int) -> str:
     checkpoint = Folder(where).get(step)
     folder = Path(checkpoint.path)
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if manifest.NAME in names:
+    if MANIFEST in names:
         if checkpoint.manifest.info["attempt"] == attempt:
             return PHASES[4]
         names -= checkpoint.manifest.files.keys()

@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from checkpointing.damages import Site
 from checkpointing.forks import Here
 from checkpointing.states import Shapes, rows_in, state_of, whole_parts
-from paceline.checkpoint import manifest
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.names import name_of
-from paceline.checkpoint.sharded.save import load, save
+from paceline.checkpoint.manifest import MANIFEST, name_of
+from paceline.checkpoint.sharded.save_load import load, save
 
 Tensors = dict[str, Tensor]
 
@@ -54,7 +53,7 @@ class Paceline(Saves):
     """Paceline's."""
 
     name = "Paceline"
-    manifest = manifest.NAME
+    manifest = MANIFEST
 
     def save(self, here: Here, root: Path, step: int, tensors: Tensors) -> None:
         """See :meth:`Saves.save`."""

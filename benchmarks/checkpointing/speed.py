@@ -19,13 +19,12 @@ import torch.distributed.checkpoint as dcp
 from checkpointing.forks import Here
 from checkpointing.rivals import quiet, shards_of
 from checkpointing.states import Shapes, own_rows, state_of
-from paceline.checkpoint.checkpoint import memory_of
-from paceline.checkpoint.digests import XXH3, Digest, make_digest, with_key
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.hashing import BlockHasher, hashed
-from paceline.checkpoint.sharded.save import load, save
-from paceline.checkpoint.sharded.saver import Saver
-from paceline.checkpoint.storage.local import open_storage
+from paceline.checkpoint.hashing import XXH3, BlockHasher, Digest, hashed, make_digest, with_key
+from paceline.checkpoint.sharded.async_saver import AsyncSaver
+from paceline.checkpoint.sharded.save_load import load, save
+from paceline.checkpoint.storage.open import open_storage
+from paceline.checkpoint.tensor_bytes import memory_of
 
 DROP = Path("/proc/sys/vm/drop_caches")
 Times = dict[str, list[float]]
@@ -81,7 +80,7 @@ def stalls(here: Here, root: str, shapes: Shapes, repeats: int) -> Times:
     sharded: dict[str, Any] = dict(rows) if alone else shards_of(rows, shapes, here)
     state = state_of(rows, shapes, here.rank, here.world)
     own, others = bench.root / "own", bench.root / "others"
-    saver = Saver(Folder(own), here.group(timeout=300), None)
+    saver = AsyncSaver(Folder(own), here.group(timeout=300), None)
     saver.reserve(state)
     stager = default_stager()
     dcp_group = here.group(timeout=300)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.models import GPT
 
 _ODD = 0x01000193

@@ -17,20 +17,21 @@ from typing import Any
 from torch.distributed import HashStore
 
 from fuzzing.mutations import Mutator
-from paceline.diagnose.hangs import explain
 from paceline.diagnose.hangs.coordinator import Coordinator
 from paceline.diagnose.hangs.mismatch import digest
 from paceline.diagnose.hangs.report import Beat, Call, Frame, Message, Place, Report
 from paceline.diagnose.hangs.verdict import judge
-from paceline.doctor.together import Card, Ways
+from paceline.doctor.multi_node import LinkReport, MachineCard
 from paceline.errors import PacelineError
 from paceline.events import Event, EventLog, Note, StepDone
-from paceline.launch import liveness, members, news, telling, verdicts
+from paceline.events.wording import moving_again
 from paceline.launch.logs import LogName
 from paceline.launch.messages import BadMessage, decode
-from paceline.launch.place import Current
-from paceline.launch.policy import Decision, Ending
-from paceline.launch.rendezvous_state import JsonBackend, Node, State
+from paceline.launch.outcome import WorldOutcome
+from paceline.launch.rendezvous import forwarding, heartbeats, membership
+from paceline.launch.rendezvous.records import CurrentWorld
+from paceline.launch.rendezvous.torch_state import JsonBackend, RendezvousNode, RendezvousState
+from paceline.launch.restart_policy import Decision, Ending
 from paceline.track.progress import Progress
 
 _TIMES = 8
@@ -78,12 +79,12 @@ def _news(text: bytes, box: Path) -> None:
         with open(path, "ab") as file:
             file.write(data)
 
-    mailbox = news.Mailbox(log.write, keep, notice=lambda said: None)
-    mailbox.new_round(["alpha", "../../outside/x"], 0)
+    forwarder = forwarding.EventForwarder(log.write, keep, notice=lambda said: None)
+    forwarder.new_round(["alpha", "../../outside/x"], 0)
     line = _Line()
-    number = line.store.add("news/count", 1)
-    line.store.set(f"news/{number}", text)
-    mailbox.exchange(line, is_main=True)  # type: ignore[arg-type]
+    number = line.store.add("forwarded/count", 1)
+    line.store.set(f"forwarded/{number}", text)
+    forwarder.exchange(line, is_main=True)  # type: ignore[arg-type]
     log.close()
     _show(text)
 
@@ -91,7 +92,7 @@ def _news(text: bytes, box: Path) -> None:
 def _show(text: bytes) -> None:
     """The event in a piece of news, as the progress of node 0 shows it."""
     try:
-        event = Event.from_json(decode(news.Told, text).event)
+        event = Event.from_json(decode(forwarding.ForwardedEvent, text).event)
     except BadMessage:
         return
     if event is not None:
@@ -100,33 +101,33 @@ def _show(text: bytes) -> None:
 
 def _member(text: bytes, box: Path) -> None:
     own = _sound_member()
-    found = members.Member.from_json(text)
-    world = members.agree([members.Member.from_json(json.dumps(own)), found])
-    members.gone(world), members.joined(world), world.hosts
-    members.different(*world.members[:2])
+    found = membership.NodeMember.from_json(text)
+    world = membership.agree([membership.NodeMember.from_json(json.dumps(own)), found])
+    membership.gone(world), membership.joined(world), world.hosts
+    membership.different(*world.members[:2])
 
 
-def _verdict(text: bytes, box: Path) -> None:
-    verdict = verdicts.Verdict.from_json(text.decode(errors="replace"))
+def _outcome(text: bytes, box: Path) -> None:
+    outcome = WorldOutcome.from_json(text.decode(errors="replace"))
     log = EventLog(box / "run")
-    for event in telling.events(verdict):
+    for event in outcome.events():
         log.write(event)
         Progress().handle(event)
     log.close()
-    str(telling.error(verdict)), telling.restarting(verdict), verdict.orderly
+    str(outcome.to_error()), outcome.restart_notice(), outcome.orderly
 
 
 def _signs_of_life(text: bytes, box: Path) -> None:
     """Each key that a look reads, in turn, holds the text."""
-    for key in ("alive/1", "left/1", "over", "waiting", liveness.OVER, liveness.WAITING):
+    for key in ("alive/1", "left/1", "over", "waiting", heartbeats.OVER, heartbeats.WAITING):
         store = HashStore()
-        liveness.prepare(store, 2)
+        heartbeats.prepare_store(store, 2)
         store.set(key, text)
         try:
-            seen = liveness.look(store, 0, 2)
+            seen = heartbeats.beat_and_read(store, 0, 2)
         except BadMessage:
             continue
-        beats = liveness.Beats(2, 0, 5.0, 0.0)
+        beats = heartbeats.HeartbeatTracker(2, 0, 5.0, 0.0)
         beats.note(seen.counts, 1.0)
         beats.silent(100.0)
 
@@ -171,7 +172,7 @@ def _hang(text: bytes, box: Path) -> None:
             coordinator.tick()
         reports = board.reports(1, range(_RANKS))
         if reports and (finding := judge(reports, 1.0)) is not None:
-            explain.over_text(finding.seconds)
+            moving_again(finding.seconds)
             Progress().handle(Note(message=finding.detail))
 
 
@@ -190,15 +191,17 @@ def _of_kind(kind: Any) -> Callable[[bytes, Path], None]:
 
 
 def _sound_member() -> Any:
-    run = members.Run("/runs/x", "abc", ("/runs/x/checkpoints",))
+    run = membership.RunInfo("/runs/x", "abc", ("/runs/x/checkpoints",))
     return asdict(
-        members.Member("id", "alpha", "10.0.0.1", 2, 1, {"layout": "dp=2"}, 1, 0, run, {"id": "a"})
+        membership.NodeMember(
+            "id", "alpha", "10.0.0.1", 2, 1, {"layout": "dp=2"}, 1, 0, run, {"id": "a"}
+        )
     )
 
 
-def _sound_verdict() -> Any:
+def _sound_outcome() -> Any:
     ending, decision = Ending("failure", "E: no", 3), Decision(True, 1.0, "failure", 1, 3)
-    return asdict(verdicts.Verdict(ending, decision, "alpha", 1, 1, "/logs/rank1.log", "report"))
+    return asdict(WorldOutcome(ending, decision, "alpha", 1, 1, "/logs/rank1.log", "report"))
 
 
 def _sound_report() -> Any:
@@ -225,35 +228,38 @@ def _sound_digest() -> Any:
 
 def _sound_news() -> Any:
     step = StepDone(step=1, epoch=0, loss=1.0, lr=0.1, samples=8, seconds=0.1)
-    return asdict(news.Told(step.to_json(), "id"))
+    return asdict(forwarding.ForwardedEvent(step.to_json(), "id"))
 
 
 def _sound_log() -> Any:
     data = base64.b64encode(b"hello\n").decode()
-    return asdict(news.LogPiece(LogName(1, 2), 1, data))
+    return asdict(forwarding.LogPiece(LogName(1, 2), 1, data))
 
 
 def _sound_state() -> Any:
-    node = Node("alpha", 2, 0)
-    return asdict(State(1, False, 5, False, [(node, 0)], [node], [], [(node, 5)]))
+    node = RendezvousNode("alpha", 2, 0)
+    return asdict(RendezvousState(1, False, 5, False, [(node, 0)], [node], [], [(node, 5)]))
 
 
 def _sound_current() -> Any:
-    run = members.Run("/runs/x", "abc")
-    return asdict(Current("w", 1, 1, ["alpha"], {"layout": "dp=2"}, run))
+    run = membership.RunInfo("/runs/x", "abc")
+    return asdict(CurrentWorld("w", 1, 1, ["alpha"], {"layout": "dp=2"}, run))
 
 
 _KINDS: dict[str, tuple[Callable[[], Any], Callable[[bytes, Path], None]]] = {
     "news": (_sound_news, _news),
     "log": (_sound_log, _news),
     "member": (_sound_member, _member),
-    "verdict": (_sound_verdict, _verdict),
+    "outcome": (_sound_outcome, _outcome),
     "life": (lambda: {"a": "b"}, _signs_of_life),
     "beat": (_sound_beat, _hang),
     "report": (_sound_report, _hang),
     "digest": (_sound_digest, _hang),
     "rendezvous": (_sound_state, _rendezvous),
-    "world": (_sound_current, _of_kind(Current)),
-    "card": (lambda: asdict(Card("alpha", "10.0.0.1", "", 5, "0a1b2c3d")), _of_kind(Card)),
-    "links": (lambda: asdict(Ways([], [])), _of_kind(Ways)),
+    "world": (_sound_current, _of_kind(CurrentWorld)),
+    "card": (
+        lambda: asdict(MachineCard("alpha", "10.0.0.1", "", 5, "0a1b2c3d")),
+        _of_kind(MachineCard),
+    ),
+    "links": (lambda: asdict(LinkReport([], [])), _of_kind(LinkReport)),
 }

@@ -12,8 +12,8 @@ import xxhash
 
 from paceline import events
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import RankState, whole_part
-from paceline.checkpoint.sharded.save import save
+from paceline.checkpoint.rank_state import RankState, whole_part
+from paceline.checkpoint.sharded.save_load import save
 from paceline.config import dump, load, resolve
 
 STEPS = (2, 4)

@@ -18,7 +18,7 @@ import yaml
 from chaotic.notes import Notes, StepNote
 from chaotic.work import STEPS_FILE
 
-from paceline.checkpoint.memory.files import free_run
+from paceline.checkpoint.memory.segment_files import free_run
 from paceline.testing.processes import command_line, is_alive, pids, was_started_with
 from recovering import task
 

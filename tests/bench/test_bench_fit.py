@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from paceline.bench.catalogue import COLLECTIVES, bus_bandwidth
 from paceline.bench.fit import fit, predict
-from paceline.bench.pairs import rounds, summarised
-from paceline.bench.quantities import parse_size, show_rate, show_size, show_time
-from paceline.bench.request import Request, groups_of, read_request
+from paceline.bench.pairs import summarised
+from paceline.bench.request import Request, groups_of, parse_size, read_request
 from paceline.bench.result import CommResult, Pair, make_cell, slow_links, spread
 from paceline.bench.timing import make_plan
 from paceline.errors import ConfigError
+from paceline.formatting import binary_size, byte_rate, short_time
+from paceline.network.round_robin import round_robin
 from paceline.options import Reduction
 
 GOOD = {
@@ -112,19 +113,19 @@ def test_sizes_refused(text: str) -> None:
 
 
 def test_quantities_shown() -> None:
-    assert [show_size(s) for s in (12, 1020, 1048572, 3 * 2**29)] == [
+    assert [binary_size(s) for s in (12, 1020, 1048572, 3 * 2**29)] == [
         "12 B",
         "1020 B",
         "1 MiB",
         "1.5 GiB",
     ]
-    assert [show_time(t) for t in (2e-7, 1.2e-4, 0.0123, 4)] == [
+    assert [short_time(t) for t in (2e-7, 1.2e-4, 0.0123, 4)] == [
         "0.2 µs",
         "120 µs",
         "12.3 ms",
         "4 s",
     ]
-    assert [show_rate(r) for r in (5e3, 1.25e7, 1.2e11)] == ["5 kB/s", "12.5 MB/s", "120 GB/s"]
+    assert [byte_rate(r) for r in (5e3, 1.25e7, 1.2e11)] == ["5 kB/s", "12.5 MB/s", "120 GB/s"]
 
 
 def test_the_slowest_rank_of_every_sample_counts() -> None:
@@ -159,7 +160,7 @@ def test_plan_keeps_to_its_time() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
 def test_every_pair_meets_once_and_nobody_has_two_partners(count: int) -> None:
-    plan = rounds(range(count))
+    plan = round_robin(range(count))
     met = [pair for at_once in plan for pair in at_once]
     assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     for at_once in plan:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.memory.recall import find_in_memory
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.memory.find import find_in_memory
+from paceline.checkpoint.memory.snapshots import MemorySnapshots
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 
 ROWS, COLUMNS = 24, 30
 
@@ -84,7 +84,7 @@ def take(
     roots: Sequence[str], steps: Sequence[int], after: int | None = None, identity: str = ""
 ) -> list[str]:
     """Take a snapshot of each step, and leave them."""
-    tier = MemoryTier("run", group(), after=after, identity=identity, root=root_of(roots))
+    tier = MemorySnapshots("run", group(), after=after, identity=identity, root=root_of(roots))
     for step in steps:
         tier.snapshot(step, state(step), {"reason": "test"})
     tier.close()

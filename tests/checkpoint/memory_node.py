@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from checkpoint.memory_cases import group, recall, state
-from paceline.checkpoint.memory.tier import MemoryTier
+from paceline.checkpoint.memory.snapshots import MemorySnapshots
 from paceline.world import World
 
 SHARED = "/dev/shm"
@@ -26,7 +26,7 @@ SHARED = "/dev/shm"
 
 def train(after: int | None, steps: int) -> str:
     """Take ``steps`` snapshots, then stand still until killed."""
-    tier = MemoryTier("run", group(), after=after)
+    tier = MemorySnapshots("run", group(), after=after)
     for step in range((after or 0) + 1, (after or 0) + 1 + steps):
         tier.snapshot(step, state(step), {"reason": "test"})
     tier.wait()
@@ -36,7 +36,7 @@ def train(after: int | None, steps: int) -> str:
 
 
 def finish(after: int) -> str:
-    tier = MemoryTier("run", group(), after=after)
+    tier = MemorySnapshots("run", group(), after=after)
     tier.snapshot(after + 1, state(after + 1))
     tier.snapshot(after + 2, state(after + 2))
     tier.free()

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.boxes import Box, whole
-from paceline.checkpoint.checkpoint import Checkpoint, memory_of
+from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.hashing import BlockHasher, hashed
-from paceline.checkpoint.manifest import BLOCK, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.names import name_of
-from paceline.checkpoint.storage.local import Storage
+from paceline.checkpoint.hashing import BLOCK, BlockHasher, hashed
+from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry, name_of
+from paceline.checkpoint.storage.storage import Storage
+from paceline.checkpoint.tensor_bytes import memory_of
 
 SMALL_BLOCK = 64
 """So small that a file of a few hundred bytes has many."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from paceline.checkpoint.boxes import Box, whole
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import Part, Piece, RankState
-from paceline.checkpoint.sharded.planner import PartsLoadPlanner, StateSavePlanner
+from paceline.checkpoint.rank_state import Part, Piece, RankState
+from paceline.checkpoint.sharded.dcp_planner import PartsLoadPlanner, StateSavePlanner
 from paceline.checkpoint.sharded.reader import PartsReader
 from paceline.checkpoint.sharded.writer import StateWriter
 

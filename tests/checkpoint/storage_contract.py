@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.checkpoint.storage.local import Storage
+from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import StorageError
 
 MIB = 1024 * 1024

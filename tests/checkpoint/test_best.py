@@ -9,10 +9,9 @@ import pytest
 
 from checkpoint.plain_checkpoints import put_manifest
 from paceline.checkpoint.best import best_info
-from paceline.checkpoint.finding import find_checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.names import name_of
+from paceline.checkpoint.locate import find_checkpoint
+from paceline.checkpoint.manifest import Manifest, name_of
 from paceline.errors import CheckpointError
 
 VALUES = {1: 0.3, 2: 0.9, 3: 0.5}

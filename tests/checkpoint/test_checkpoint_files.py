@@ -22,12 +22,20 @@ from hypothesis import strategies as st
 from plain_checkpoints import put_checkpoint, put_file, put_manifest
 from torch import Tensor
 
-from paceline.checkpoint.blocks import BlockReader
+from paceline.checkpoint.block_reader import BlockReader
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.checkpoint import Checkpoint, memory_of
+from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.names import name_of, step_of
+from paceline.checkpoint.hashing import FileEntry
+from paceline.checkpoint.manifest import (
+    Manifest,
+    ObjectEntry,
+    Stored,
+    TensorEntry,
+    name_of,
+    step_of,
+)
+from paceline.checkpoint.tensor_bytes import memory_of
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]

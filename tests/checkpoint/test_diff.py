@@ -14,8 +14,8 @@ from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.diff import bytes_to_read, compare, diff_checkpoints
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
-from paceline.checkpoint.sharded.save import save
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
+from paceline.checkpoint.sharded.save_load import save
 from paceline.errors import CheckpointError
 
 

@@ -11,19 +11,25 @@ import pytest
 import torch
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.digests import Digest, make_digest, read_key, with_key
-from paceline.checkpoint.finding import find_checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.hashing import BlockHasher, hash_blocks
+from paceline.checkpoint.hashing import (
+    BlockHasher,
+    Digest,
+    hash_blocks,
+    make_digest,
+    read_key,
+    with_key,
+)
 from paceline.checkpoint.listing import list_checkpoints
+from paceline.checkpoint.locate import find_checkpoint
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.memory.files import folder_of, segments
-from paceline.checkpoint.memory.recall import find_in_memory
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import RankState, whole_part
-from paceline.checkpoint.sharded.save import load, save
+from paceline.checkpoint.memory.find import find_in_memory
+from paceline.checkpoint.memory.segment_files import folder_of, segments
+from paceline.checkpoint.memory.snapshots import MemorySnapshots
+from paceline.checkpoint.rank_state import RankState, whole_part
+from paceline.checkpoint.sharded.save_load import load, save
 from paceline.checkpoint.weights.export import export_safetensors
-from paceline.checkpoint.weights.importing import import_weights
+from paceline.checkpoint.weights.import_weights import import_weights
 from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError, KeyNeeded
 
 KEY, OTHER = "env:PACELINE_TEST_KEY", "env:PACELINE_TEST_OTHER"
@@ -139,7 +145,7 @@ def test_import_and_export_with_a_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", [None, KEY])
 def test_snapshots_in_memory_are_hashed_alike(tmp_path: Path, key: str | None) -> None:
     digest = make_digest("blake2b", key)
-    tier = MemoryTier("run", None, after=None, root=tmp_path, digest=digest)
+    tier = MemorySnapshots("run", None, after=None, root=tmp_path, digest=digest)
     state = RankState({"w": whole_part(torch.arange(4.0))}, {"object": 5})
     tier.snapshot(3, state)
     tier.wait()
@@ -212,10 +218,10 @@ def test_a_key_needs_a_digest_that_takes_one() -> None:
 
 
 def test_a_key_does_not_travel_with_what_ranks_tell_each_other(tmp_path: Path) -> None:
-    tier = MemoryTier("run", None, after=None, root=tmp_path, digest=with_key(KEY))
+    tier = MemorySnapshots("run", None, after=None, root=tmp_path, digest=with_key(KEY))
     tier.snapshot(3, RankState({"w": whole_part(torch.ones(2))}))
     tier.wait()
-    from paceline.checkpoint.memory.files import headers_in
+    from paceline.checkpoint.memory.segment_files import headers_in
 
     headers, _ = headers_in(folder_of("run", tmp_path), "", with_key(KEY))
     assert with_key(KEY).key not in pickle.dumps(headers)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import RankState, whole_part
-from paceline.checkpoint.sharded.save import save
+from paceline.checkpoint.rank_state import RankState, whole_part
+from paceline.checkpoint.sharded.save_load import save
 from paceline.checkpoint.weights.export import (
     export_hf,
     export_safetensors,

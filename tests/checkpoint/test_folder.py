@@ -11,7 +11,7 @@ from plain_checkpoints import put_checkpoint
 
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.names import name_of
+from paceline.checkpoint.manifest import name_of
 from paceline.checkpoint.retention import Entry, Keep
 from paceline.errors import CheckpointError, StorageError
 

@@ -15,8 +15,9 @@ import xxhash
 from checkpoint.plain_checkpoints import put_checkpoint
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.hashing import BLOCK
 from paceline.checkpoint.listing import list_checkpoints
-from paceline.checkpoint.manifest import BLOCK, Manifest
+from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.manifest_fields import MOST_BLOCK, MOST_BYTES
 from paceline.errors import CheckpointDamaged, CheckpointError, StorageError
 

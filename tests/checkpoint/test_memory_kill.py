@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from checkpoint.memory_cases import group, make_roots, recall, root_of, state
-from paceline.checkpoint.memory.files import folder_of, free_run, names_in
-from paceline.checkpoint.memory.tier import MemoryTier
+from paceline.checkpoint.memory.segment_files import folder_of, free_run, names_in
+from paceline.checkpoint.memory.snapshots import MemorySnapshots
 from paceline.errors import RankFailed
 
 LARGE = 500_000
@@ -29,7 +29,7 @@ LARGE = 500_000
 def train_until_killed(roots: list[str], after: int | None, notes: str) -> None:
     """Take snapshots without a pause; note which one is known to be whole on all ranks."""
     rank = dist.get_rank()
-    tier = MemoryTier("run", group(), after=after, root=root_of(roots))
+    tier = MemorySnapshots("run", group(), after=after, root=root_of(roots))
     handle = os.open(f"{notes}/{rank}", os.O_WRONLY | os.O_CREAT)
     for step in range((after or 0) + 1, 1_000_000):
         tier.snapshot(step, state(step, extra=LARGE), {"reason": "test"})

@@ -26,14 +26,15 @@ from checkpoint.state_cases import (
 from paceline.checkpoint.boxes import Box, whole
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.manifest import Manifest, Stored, TensorEntry
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.checkpoint.sharded import reader
-from paceline.checkpoint.sharded.planner import StateSavePlanner, object_bytes
-from paceline.checkpoint.sharded.plans import BoxKey, Given, read_plan, shared_out
+from paceline.checkpoint.sharded.dcp_planner import StateSavePlanner, object_bytes
+from paceline.checkpoint.sharded.load_plan import read_plan
+from paceline.checkpoint.sharded.save_plan import BoxKey, RankOffer, shared_out
 from paceline.errors import CheckpointError
 
 
-def _given(*states: RankState, steps: tuple[int, ...] = ()) -> list[Given]:
+def _given(*states: RankState, steps: tuple[int, ...] = ()) -> list[RankOffer]:
     steps = steps or (1,) * len(states)
     return [
         StateSavePlanner(step, state).create_local_plan().planner_data

@@ -12,8 +12,9 @@ from storage_contract import StorageContract
 
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.storage.local import Storage, open_storage
+from paceline.checkpoint.storage.open import open_storage
 from paceline.checkpoint.storage.remote import FsspecStorage
+from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import CheckpointError, StorageError
 
 MIB = 1024 * 1024

@@ -29,11 +29,10 @@ from checkpoint.state_cases import (
 )
 from paceline.checkpoint.boxes import Box, whole
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.hashing import BlockHasher
-from paceline.checkpoint.manifest import BLOCK
-from paceline.checkpoint.part import Part, Piece, RankState, whole_part
+from paceline.checkpoint.hashing import BLOCK, BlockHasher
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.checkpoint.sharded import writer
-from paceline.checkpoint.sharded.save import load, save
+from paceline.checkpoint.sharded.save_load import load, save
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError, RankFailed
 from paceline.testing import assert_same
@@ -475,8 +474,8 @@ import os, signal, sys
 import torch
 import paceline.checkpoint
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import RankState, whole_part
-from paceline.checkpoint.sharded.save import save as save_state
+from paceline.checkpoint.rank_state import RankState, whole_part
+from paceline.checkpoint.sharded.save_load import save as save_state
 
 inside = os.path.dirname(paceline.checkpoint.__file__)
 

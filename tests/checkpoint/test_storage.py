@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from storage_contract import MIB, StorageContract, views
 
-from paceline.checkpoint.storage.local import LocalStorage, ScatteringFile, Storage, open_storage
+from paceline.checkpoint.storage.local import LocalStorage
+from paceline.checkpoint.storage.open import open_storage
+from paceline.checkpoint.storage.storage import ScatteringFile, Storage
 from paceline.errors import CheckpointError, MissingExtra, StorageError
 
 

@@ -19,9 +19,9 @@ from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.listing import list_checkpoints
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import RankState, whole_part
-from paceline.checkpoint.sharded.save import save
+from paceline.checkpoint.memory.snapshots import MemorySnapshots
+from paceline.checkpoint.rank_state import RankState, whole_part
+from paceline.checkpoint.sharded.save_load import save
 from paceline.cli import main
 
 Answer = tuple[int, str, str]
@@ -483,7 +483,7 @@ def test_prune_rules_that_make_no_sense(
 
 def put_in_memory(run: Path, root: Path) -> None:
     """What a run that was killed leaves there: a snapshot of step 31."""
-    tier = MemoryTier(run / "checkpoints", None, after=None, root=root)
+    tier = MemorySnapshots(run / "checkpoints", None, after=None, root=root)
     tier.snapshot(31, RankState({"model/w": whole_part(torch.ones(3))}))
     tier.wait()
     tier.close()

@@ -17,11 +17,11 @@ from torch import nn
 
 import paceline as library
 from paceline.checkpoint.best import best_info
-from paceline.checkpoint.finding import find_checkpoint, find_folder
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.listing import list_checkpoints
-from paceline.checkpoint.part import RankState, whole_part
-from paceline.checkpoint.sharded.save import save
+from paceline.checkpoint.locate import find_checkpoint, find_folder
+from paceline.checkpoint.rank_state import RankState, whole_part
+from paceline.checkpoint.sharded.save_load import save
 from paceline.cli import main
 from paceline.errors import CheckpointError
 

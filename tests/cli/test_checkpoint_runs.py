@@ -14,7 +14,7 @@ import pytest
 from cli.test_train_runs import CONFIG, command, environment, steps_of, train
 from paceline import events
 from paceline.checkpoint import Folder
-from paceline.checkpoint.memory.files import folder_of, free_run
+from paceline.checkpoint.memory.segment_files import folder_of, free_run
 from paceline.events import CheckpointSaved, RestoreTried, StepDone
 
 FRAGILE = """

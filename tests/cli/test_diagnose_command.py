@@ -231,5 +231,5 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
     text = shown(str(run))
     assert "finished: 20 steps" in text
     assert "in spite of 1 interruption" in text
-    assert re.search(r"starting again.*after a failure, 1 of 3 such restarts", text)
-    assert "restored from checkpoint, step 5" in text
+    assert re.search(r"all ranks are started again.*failure, restart 1 of 3", text)
+    assert "resuming from checkpoint, step 5" in text

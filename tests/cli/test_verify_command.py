@@ -90,7 +90,7 @@ def test_a_plant_as_json(
 
 
 def test_list_plants(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    from paceline.prove import PLANTS
+    from paceline.prove._planted import PLANTS
 
     assert verify("--list-plants", monkeypatch=monkeypatch) == 0
     printed = capfd.readouterr().out.splitlines()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from paceline.data import Loader, Order, Share, loader, share
-from paceline.data.mapped import Fetcher, Request
+from paceline.data.map_dataset import BatchRequest, Fetcher
 from paceline.errors import DataError
 
 
@@ -360,7 +360,7 @@ def test_samples_that_draw_nothing_are_fetched_once() -> None:
 
 def test_the_fetcher_can_be_sent_to_a_spawned_worker() -> None:
     fetcher = pickle.loads(pickle.dumps(Fetcher(AugmentedBatches(), torch.stack, seed=5)))
-    delivery = fetcher.__getitems__(Request(0, [3, 4], 2, 2))
+    delivery = fetcher.__getitems__(BatchRequest(0, [3, 4], 2, 2))
     assert delivery.batch[:, 0].tolist() == [3, 4]
 
 

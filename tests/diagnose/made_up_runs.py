@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.diagnose.story.evidence import LogEvidence, evidence_in
+from paceline.diagnose.story.rank_logs import LogEvidence, evidence_in
 from paceline.events import (
     CheckpointSaved,
     Event,

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnose.hangs.explain import ranks_text
 from paceline.diagnose.hangs.report import (
     GONE,
     LEFT,
@@ -21,6 +20,7 @@ from paceline.diagnose.hangs.report import (
     Report,
 )
 from paceline.diagnose.hangs.verdict import KINDS, Finding, judge
+from paceline.formatting import ranks_text
 
 LIMIT = 10.0
 ALL = (0, 1, 2, 3)

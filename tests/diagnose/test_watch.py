@@ -21,7 +21,8 @@ from paceline.diagnose.hangs.oversee import HangOverseer
 from paceline.diagnose.hangs.verdict import Finding
 from paceline.errors import RankFailed
 from paceline.events import HangFound, read
-from paceline.launch.local import LocalJob, launch
+from paceline.launch.job import LocalJob
+from paceline.launch.local import launch
 
 STAGES = Path(__file__).with_name("stages.py")
 
@@ -71,7 +72,7 @@ def test_every_way_of_being_stuck_is_named_and_its_end_noticed(tmp_path: Path) -
             "mismatch": (tmp_path / "mismatch").touch,
         }
     )
-    launch(job(STAGES, str(tmp_path), tmp_path=tmp_path, after=2.0, overseer=lambda: overseer))
+    launch(job(STAGES, str(tmp_path), tmp_path=tmp_path, after=2.0, hang_watcher=lambda: overseer))
 
     told = [(f.what, f.ranks) for f in overseer.findings]
     assert told == [
@@ -122,7 +123,9 @@ def test_a_deadlock_is_told_on_the_console_and_in_the_events_and_stopped(tmp_pat
                 script,
                 tmp_path=tmp_path,
                 after=1.0,  # acted upon after ten times that: no step is done yet
-                overseer=lambda: HangOverseer(action="stop", events_dir=tmp_path, say=said.append),
+                hang_watcher=lambda: HangOverseer(
+                    action="stop", events_dir=tmp_path, say=said.append
+                ),
             )
         )
     (found,) = [event for event in read(tmp_path) if isinstance(event, HangFound)]

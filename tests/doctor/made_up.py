@@ -7,17 +7,17 @@ from typing import Any
 
 from paceline.doctor import facts
 from paceline.doctor.facts import (
-    Facts,
-    Folder,
+    ClusterFacts,
+    Connection,
+    ConnectOutcome,
+    FolderFacts,
     Interface,
-    Limits,
-    Link,
     Lookup,
     Machine,
     ModelSize,
     Network,
-    Outcome,
-    Plan,
+    RunPlan,
+    SystemLimits,
     Versions,
 )
 
@@ -40,7 +40,7 @@ def machine(number: int = 0, **changes: Any) -> Machine:
     healthy = Machine(
         name=f"node{number}",
         network=network(number),
-        limits=Limits(
+        limits=SystemLimits(
             cores=8,
             files=65536,
             files_hard=65536,
@@ -52,24 +52,26 @@ def machine(number: int = 0, **changes: Any) -> Machine:
             memory_free=60 * GIB,
         ),
         versions=Versions("1.0", "2.13.0", "3.11.7", config="c0ffee", commit="abc"),
-        folders=(Folder("track.run_dir", "/shared/runs", False, True, "", 500 * GIB, 0.02),),
+        folders=(FolderFacts("track.run_dir", "/shared/runs", False, True, "", 500 * GIB, 0.02),),
         model=ModelSize(parameters=1000, model_bytes=4 * GIB, optimizer_bytes=8 * GIB),
-        plan=Plan(nproc=2, most_nodes=3, least_nodes=3, checkpoints_at_once=3),
+        plan=RunPlan(nproc=2, most_nodes=3, least_nodes=3, checkpoints_at_once=3),
     )
     return replace(healthy, **changes)
 
 
-def link(source: int, target: int, outcome: Outcome = "ok", **changes: Any) -> Link:
-    made = Link(f"node{source}", f"node{target}", f"10.0.0.{target + 1}", 40000, outcome, 0.001)
+def link(source: int, target: int, outcome: ConnectOutcome = "ok", **changes: Any) -> Connection:
+    made = Connection(
+        f"node{source}", f"node{target}", f"10.0.0.{target + 1}", 40000, outcome, 0.001
+    )
     return replace(made, **changes)
 
 
-def cluster(count: int = 3, **changes: Any) -> Facts:
+def cluster(count: int = 3, **changes: Any) -> ClusterFacts:
     """Machines that are all well; ``changes`` replace fields of the facts."""
     numbers = range(count)
-    healthy = Facts(
+    healthy = ClusterFacts(
         machines=tuple(machine(number) for number in numbers),
-        meeting=facts.Meeting(
+        meeting=facts.RendezvousFacts(
             "node0:29400",
             host="node0",
             least=count,
@@ -77,9 +79,9 @@ def cluster(count: int = 3, **changes: Any) -> Facts:
             came=tuple(f"node{number}" for number in numbers),
         ),
         links=tuple(link(a, b) for a in numbers for b in numbers if a != b),
-        clocks=(facts.Clock("node0", "node1", 0.001, 0.0004),),
+        clocks=(facts.ClockOffset("node0", "node1", 0.001, 0.0004),),
         seen=tuple(
-            facts.Seen("track.run_dir", f"node{a}", f"node{b}", True)
+            facts.FolderSighting("track.run_dir", f"node{a}", f"node{b}", True)
             for a in numbers
             for b in numbers
             if a != b
@@ -94,7 +96,7 @@ def cluster(count: int = 3, **changes: Any) -> Facts:
     return replace(healthy, **changes)
 
 
-def with_machine(number: int, **changes: Any) -> Facts:
+def with_machine(number: int, **changes: Any) -> ClusterFacts:
     """A healthy cluster of three but for machine ``number``."""
     healthy = cluster()
     machines = list(healthy.machines)
@@ -102,6 +104,6 @@ def with_machine(number: int, **changes: Any) -> Facts:
     return replace(healthy, machines=tuple(machines))
 
 
-def with_limits(number: int, **changes: Any) -> Facts:
+def with_limits(number: int, **changes: Any) -> ClusterFacts:
     limits = replace(machine(number).limits, **changes)
     return with_machine(number, limits=limits)

@@ -22,7 +22,8 @@ from paceline.doctor.facts_network import (
     look_up,
 )
 from paceline.doctor.links import Echo, try_link
-from paceline.doctor.pairing import distinct_names, rounds
+from paceline.doctor.multi_node import distinct_names
+from paceline.network.round_robin import round_robin
 
 # Names and interfaces.
 
@@ -260,7 +261,7 @@ def test_driver_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
 def test_every_pair_meets_once_and_nobody_twice_in_a_round(count: int) -> None:
-    plan = rounds(range(count))
+    plan = round_robin(range(count))
     pairs = [pair for one in plan for pair in one]
     assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     for one in plan:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import dump, load
-from paceline.doctor.examine import speed_of
+from paceline.doctor.own_machine import speed_of
 from paceline.doctor.prober import Prober
 from paceline.testing.processes import command_line, pids, was_started_with
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import DataError, LaunchError, LayoutError, LossError, TrainingError
-from paceline.launch.capacity import check_nproc
+from paceline.launch.job import check_nproc
 from paceline.trainer import DataOptions
 
 SAMPLES = TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,)))

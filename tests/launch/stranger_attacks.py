@@ -159,8 +159,8 @@ def store(places: list[Where]) -> dict[str, int]:
             client = TCPStore(
                 host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2)
             )
-            client.set("verdict", "stop")
-            client.set("news/1", pickle.dumps(Payload()))
+            client.set("outcome", "stop")
+            client.set("forwarded/1", pickle.dumps(Payload()))
             reached += 1
     return {"reached": reached}
 

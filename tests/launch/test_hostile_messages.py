@@ -18,27 +18,28 @@ import pytest
 from node_cases import wait_for
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from paceline.checkpoint.memory.background import Worker
+from paceline.checkpoint.memory.background_thread import BackgroundThread
 from paceline.cli.train_nodes import Nodes
 from paceline.diagnose.hangs import stand_in
 from paceline.diagnose.hangs.board import Board
 from paceline.diagnose.hangs.oversee import HangOverseer
 from paceline.diagnose.hangs.report import Beat, Report
 from paceline.events import Event, Note
-from paceline.launch import endurance, liveness
-from paceline.launch.endurance import Endurance
+from paceline.launch import background_errors
+from paceline.launch.background_errors import BackgroundErrors
+from paceline.launch.hang_watcher import StartedRanks
 from paceline.launch.listening import listen
-from paceline.launch.liveness import RoundWatch
 from paceline.launch.logs import LogName, node_folder
-from paceline.launch.members import Member, Run
 from paceline.launch.messages import MOST_BYTES, BadMessage, decode, decode_number, encode
-from paceline.launch.news import LogPiece, LogTail, Mailbox, Told
-from paceline.launch.overseer import Started
+from paceline.launch.outcome_store import OutcomeStore
+from paceline.launch.rendezvous import heartbeats
+from paceline.launch.rendezvous.forwarding import EventForwarder, ForwardedEvent, LogPiece, LogTail
+from paceline.launch.rendezvous.heartbeats import HeartbeatMonitor
+from paceline.launch.rendezvous.keepalive import KeepAliveConnection, KeepAliveServer
+from paceline.launch.rendezvous.membership import NodeMember, RunInfo
+from paceline.launch.rendezvous.stores import StoreConnection, serve
 from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder
-from paceline.launch.stores import Line, serve
-from paceline.launch.tether import Tether, Tethers
-from paceline.launch.verdicts import Verdicts
 
 ODD = [
     b"",
@@ -61,8 +62,8 @@ ODD = [
 """What might stand in a store instead of a message."""
 
 
-class StoreLine:
-    """A line to a store in this process."""
+class LocalConnection:
+    """A connection to a store in this process."""
 
     def __init__(self) -> None:
         self.store = HashStore()
@@ -71,10 +72,10 @@ class StoreLine:
         return operation(self.store)
 
 
-def leave(line: Any, text: bytes | str) -> None:
+def leave(connection: Any, text: bytes | str) -> None:
     """Leave something in the store for node 0 to take, as a stranger would."""
-    number = line.call(lambda store: store.add("news/count", 1))
-    line.call(lambda store: store.set(f"news/{number}", text))
+    number = connection.call(lambda store: store.add("forwarded/count", 1))
+    connection.call(lambda store: store.set(f"forwarded/{number}", text))
 
 
 # Files.
@@ -91,12 +92,14 @@ def test_no_message_names_a_file(tmp_path: Path, name: Any) -> None:
     nodes = Nodes(RunChoice(), config_text="", checkpoint_where=None, stack=stack)
     nodes.run = RunFolder(run)
     said: list[str] = []
-    main = Mailbox(lambda _: None, nodes.keep_log, said.append)
+    main = EventForwarder(lambda _: None, nodes.keep_log, said.append)
     main.new_round(["a", "b"], 0)
-    line: Any = StoreLine()
-    leave(line, json.dumps({"log": name, "sender": 1, "data": base64.b64encode(b"x").decode()}))
-    leave(line, encode(LogPiece(LogName(1, 3), 1, base64.b64encode(b"good").decode())))
-    main.exchange(line, is_main=True)
+    connection: Any = LocalConnection()
+    leave(
+        connection, json.dumps({"log": name, "sender": 1, "data": base64.b64encode(b"x").decode()})
+    )
+    leave(connection, encode(LogPiece(LogName(1, 3), 1, base64.b64encode(b"good").decode())))
+    main.exchange(connection, is_main=True)
     files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     assert files == ["run/logs/node1-b/rank3.log"], "and the next one is taken all the same"
     assert len(said) == 1
@@ -118,12 +121,12 @@ def test_a_host_of_any_name_has_a_folder_of_its_own(tmp_path: Path, host: str) -
 
 def test_logs_of_node_0_and_of_no_node_are_not_for_others_to_write() -> None:
     kept: list[Any] = []
-    main = Mailbox(lambda _: None, lambda *args: kept.append(args), lambda _: None)
+    main = EventForwarder(lambda _: None, lambda *args: kept.append(args), lambda _: None)
     main.new_round(["a", "b"], 0)
-    line: Any = StoreLine()
+    connection: Any = LocalConnection()
     for sender in (0, -1, 2, 10**9):
-        leave(line, encode(LogPiece(LogName(0, 0), sender, "aGk=")))
-    main.exchange(line, is_main=True)
+        leave(connection, encode(LogPiece(LogName(0, 0), sender, "aGk=")))
+    main.exchange(connection, is_main=True)
     assert kept == []
     with pytest.raises(ValueError, match="no such log"):
         LogName(-1, 0)
@@ -145,7 +148,7 @@ def test_a_process_is_not_signalled_because_its_number_stands_in_a_store(tmp_pat
     try:
         board.post_beat(beat(0, victim.pid))
         board.ask()
-        started = Started({0: os.getpid()}, 2, 0, ["a"], "127.0.0.1", store.port, 0, tmp_path)
+        started = StartedRanks({0: os.getpid()}, 2, 0, ["a"], "127.0.0.1", store.port, 0, tmp_path)
         overseer.started(started)
         wait_for(lambda: board.answered(1, [0]), "the launcher to speak for its silent rank", 20)
         assert victim.poll() is None
@@ -181,15 +184,15 @@ def test_a_neighbour_is_known_by_its_parent(tmp_path: Path) -> None:
 # Threads.
 
 
-def watch_of(store: TCPStore, mailbox: Mailbox, notices: list[str]) -> RoundWatch:
-    liveness.prepare(store, 2)
-    return RoundWatch(
-        lambda: Line("127.0.0.1", store.port, 1.0),
-        Line("127.0.0.1", store.port, 1.0),
+def watch_of(store: TCPStore, forwarder: EventForwarder, notices: list[str]) -> HeartbeatMonitor:
+    heartbeats.prepare_store(store, 2)
+    return HeartbeatMonitor(
+        lambda: StoreConnection("127.0.0.1", store.port, 1.0),
+        StoreConnection("127.0.0.1", store.port, 1.0),
         node=0,
         hosts=["a", "b"],
         timeout=60.0,
-        mailbox=mailbox,
+        forwarder=forwarder,
         notice=notices.append,
     )
 
@@ -201,7 +204,7 @@ def beats_of(store: TCPStore) -> int:
 def test_the_watch_over_nodes_survives_any_message_and_any_callback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(liveness, "beat_seconds", lambda _: 0.02)
+    monkeypatch.setattr(heartbeats, "beat_seconds", lambda _: 0.02)
     written: list[Event] = []
 
     def write(event: Event) -> None:
@@ -210,17 +213,17 @@ def test_the_watch_over_nodes_survives_any_message_and_any_callback(
         written.append(event)
 
     notices: list[str] = []
-    mailbox = Mailbox(write, lambda *_: None, notices.append)
-    mailbox.new_round(["a", "b"], 0)
+    forwarder = EventForwarder(write, lambda *_: None, notices.append)
+    forwarder.new_round(["a", "b"], 0)
     store = serve("127.0.0.1", 0)
-    line = Line("127.0.0.1", store.port, 1.0)
-    watch = watch_of(store, mailbox, notices)
+    connection = StoreConnection("127.0.0.1", store.port, 1.0)
+    watch = watch_of(store, forwarder, notices)
     try:
         for odd in ODD:
             if odd:
-                leave(line, odd)
-        leave(line, encode(Told(Note(message="full disk").to_json(), "1")))
-        leave(line, encode(Told(Note(message="after all that").to_json(), "2")))
+                leave(connection, odd)
+        leave(connection, encode(ForwardedEvent(Note(message="full disk").to_json(), "1")))
+        leave(connection, encode(ForwardedEvent(Note(message="after all that").to_json(), "2")))
         wait_for(
             lambda: any(getattr(e, "message", "") == "after all that" for e in written), "it", 30
         )
@@ -239,55 +242,57 @@ def test_the_watch_over_nodes_survives_any_message_and_any_callback(
         assert len(notices) < 20, "rate-limited"
     finally:
         watch.stop("ended")
-        line.close()
+        connection.close()
 
 
 def test_trouble_is_reported_once_a_minute_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(endurance.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(background_errors.time, "monotonic", lambda: now[0])
     said: list[str] = []
-    enduring = Endurance("the watch", said.append)
+    enduring = BackgroundErrors("the watch", said.append)
     for second in range(130):
         now[0] = second
-        with enduring.turn("reading"):
+        with enduring.reported("reading"):
             raise ValueError("odd\x1b[31m\nmore")
     assert [text.count("more like it") for text in said] == [0, 1, 1]
     assert said[1].startswith("reading: ValueError: odd\N{REPLACEMENT CHARACTER}[31m (and 59 more")
-    with pytest.raises(KeyError), enduring.turn(but=(KeyError,)):
+    with pytest.raises(KeyError), enduring.reported(but=(KeyError,)):
         raise KeyError("the caller's")
-    with pytest.raises(KeyboardInterrupt), enduring.turn():
+    with pytest.raises(KeyboardInterrupt), enduring.reported():
         raise KeyboardInterrupt
 
 
 def test_connections_that_say_nothing_or_nonsense_do_not_disturb_the_tethers() -> None:
-    tethers = Tethers(listen("127.0.0.1", 0), 3, lambda _: None)
-    strangers = [socket.create_connection(("127.0.0.1", tethers.port)) for _ in range(200)]
+    keepalive_server = KeepAliveServer(listen("127.0.0.1", 0), 3, lambda _: None)
+    strangers = [socket.create_connection(("127.0.0.1", keepalive_server.port)) for _ in range(200)]
     try:
         for number, stranger in enumerate(strangers[:100]):
             stranger.sendall([b"\0\0\0\x7f", b"x", b"\xff" * 1000, b"\0\0\0\0"][number % 4])
-        node = Tether("127.0.0.1", tethers.port, 2, 1.0)
+        node = KeepAliveConnection("127.0.0.1", keepalive_server.port, 2, 1.0)
         time.sleep(0.2)
         for stranger in strangers:
             stranger.close()
         time.sleep(0.2)
-        assert tethers.hung_up == set()
+        assert keepalive_server.disconnected == set()
         node.close()
-        wait_for(lambda: tethers.hung_up == {2}, "the end of the one that is a node", 10)
+        wait_for(
+            lambda: keepalive_server.disconnected == {2}, "the end of the one that is a node", 10
+        )
     finally:
-        tethers.close()
+        keepalive_server.close()
 
 
-def test_a_verdict_that_is_none_is_no_verdict() -> None:
+def test_an_outcome_that_is_none_is_no_outcome() -> None:
     store = serve("127.0.0.1", 0)
-    verdicts = Verdicts(store, 0, 2)
-    store.set("verdict", '{"ending": 5}')
-    verdicts.watch([0, 1])
+    outcomes = OutcomeStore(store, 0, 2)
+    store.set("outcome", '{"ending": 5}')
+    outcomes.watch([0, 1])
     store.set("done/1", "")
     try:
-        wait_for(lambda: 1 in verdicts._done, "what comes after it", 10)
-        assert verdicts.found() is None
+        wait_for(lambda: 1 in outcomes._done, "what comes after it", 10)
+        assert outcomes.outcome() is None
     finally:
-        verdicts.close()
+        outcomes.close()
 
 
 def test_odd_signs_of_life_are_left_out_and_the_rest_is_read() -> None:
@@ -309,18 +314,22 @@ def test_odd_signs_of_life_are_left_out_and_the_rest_is_read() -> None:
 
 
 @pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
-@pytest.mark.parametrize("kind", [Member, Run, Beat, Report, Told, LogPiece])
+@pytest.mark.parametrize("kind", [NodeMember, RunInfo, Beat, Report, ForwardedEvent, LogPiece])
 def test_what_is_no_message_is_a_bad_message_and_nothing_else(kind: Any, odd: bytes) -> None:
-    if (kind is Told and b'"id": "x"' in odd) or (kind is LogPiece and b"not base64" in odd):
+    if (kind is ForwardedEvent and b'"id": "x"' in odd) or (
+        kind is LogPiece and b"not base64" in odd
+    ):
         return  # found out when it is delivered
     with pytest.raises(BadMessage):
         decode(kind, odd)
 
 
 def test_messages_come_out_as_they_went_in() -> None:
-    run = Run("/runs/x", "abc", ("/a", "/b"), True)
+    run = RunInfo("/runs/x", "abc", ("/a", "/b"), True)
     for message in (
-        Member("i", "h", "10.0.0.1", 2, 3, {"steps": "1"}, 1, 0, run, {"i": "h"}, "10.0.0.2", True),
+        NodeMember(
+            "i", "h", "10.0.0.1", 2, 3, {"steps": "1"}, 1, 0, run, {"i": "h"}, "10.0.0.2", True
+        ),
         beat(3, 7, step=None, longest_step=1),
         run,
     ):
@@ -332,7 +341,7 @@ def test_messages_come_out_as_they_went_in() -> None:
 
 
 def test_a_snapshot_that_fails_does_not_end_the_thread_that_keeps_them(capfd) -> None:
-    background = Worker()
+    background = BackgroundThread()
     done: list[int] = []
     for job in (lambda: 1 // 0, lambda: done.append(1)):
         background.begin(job)

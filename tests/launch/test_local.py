@@ -13,9 +13,10 @@ import pytest
 from paceline.errors import LaunchError, RankFailed
 from paceline.events import RankLost, RanksStarted, Restarting, RunFailed, read
 from paceline.launch import agent
-from paceline.launch.local import LocalJob, call, launch
-from paceline.launch.policy import Limits
-from paceline.launch.rounds import LocalRendezvous
+from paceline.launch.job import LocalJob
+from paceline.launch.local import call, launch
+from paceline.launch.rendezvous.handler import LocalRendezvous
+from paceline.launch.restart_policy import RestartLimits
 
 
 def write(path: Path, text: str) -> Path:
@@ -100,7 +101,7 @@ def test_failed_ranks_are_restarted_and_the_run_hears_why(tmp_path: Path) -> Non
             ["script", str(script), str(tmp_path)],
             nproc=2,
             log_dir=tmp_path / "logs",
-            limits=Limits(max_restarts=3, backoff=0.1),
+            limits=RestartLimits(max_restarts=3, backoff=0.1),
             events_dir=tmp_path,
             output=shown.append,
         )
@@ -277,6 +278,6 @@ def test_nproc_must_be_a_positive_whole_number(nproc: object, tmp_path: Path) ->
 
 def test_other_impossible_jobs(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="max_restarts=-1 must be 0 or more"):
-        Limits(max_restarts=-1)
+        RestartLimits(max_restarts=-1)
     with pytest.raises(LaunchError, match="grace=-1 must be 0 seconds or more"):
         LocalJob(["-m", "x"], nproc=1, log_dir=tmp_path, grace=-1)

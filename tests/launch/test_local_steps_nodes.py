@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from node_cases import Cluster, wait_for, worlds
 
-from paceline.checkpoint.memory.recall import OWN_MEMORY
+from paceline.checkpoint.memory.find import OWN_MEMORY
 from paceline.events import CheckpointSaved, Note, RestoreTried, RunFinished, StepDone
 
 pytestmark = pytest.mark.timeout(900)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import rank_environment
+from paceline.launch import environment
 from paceline.launch.listening import is_loopback, listen
-from paceline.launch.rounds import LocalRendezvous
+from paceline.launch.rendezvous.handler import LocalRendezvous
 from paceline.testing.hosts import Hosts, hosts_available
 
 PROGRAM = '''
@@ -120,9 +120,9 @@ def test_the_store_of_the_ranks_of_one_machine_is_on_loopback() -> None:
 def test_what_the_user_chose_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    assert set(rank_environment.loopback_interfaces().values()) == {"lo"}
+    assert set(environment.loopback_interfaces().values()) == {"lo"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert rank_environment.loopback_interfaces() == {"NCCL_SOCKET_IFNAME": "lo"}
+    assert environment.loopback_interfaces() == {"NCCL_SOCKET_IFNAME": "lo"}
 
 
 def test_loopback_addresses_are_told_from_others() -> None:

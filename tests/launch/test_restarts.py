@@ -11,10 +11,11 @@ import pytest
 
 from paceline.errors import RankFailed
 from paceline.events import GaveUp, RankLost, RanksStarted, Restarting, RunFailed, read
-from paceline.launch.guard import is_running
-from paceline.launch.local import LocalJob, launch
-from paceline.launch.overseer import Started, Stuck
-from paceline.launch.policy import Limits
+from paceline.launch.hang_watcher import DetectedHang, StartedRanks
+from paceline.launch.job import LocalJob
+from paceline.launch.local import launch
+from paceline.launch.process_reaper import is_running
+from paceline.launch.restart_policy import RestartLimits
 
 
 def job(folder: Path, script: str, nproc: int = 1, **more: object) -> LocalJob:
@@ -24,7 +25,7 @@ def job(folder: Path, script: str, nproc: int = 1, **more: object) -> LocalJob:
     )
     with path.open("a") as file:
         file.write(script)
-    options = {"limits": Limits(max_restarts=3, backoff=0.1), "output": None, **more}
+    options = {"limits": RestartLimits(max_restarts=3, backoff=0.1), "output": None, **more}
     return LocalJob(["script", str(path)], nproc, folder / "logs", **options)  # type: ignore[arg-type]
 
 
@@ -68,7 +69,9 @@ def test_the_same_error_again_is_given_up(tmp_path: Path) -> None:
 def test_ranks_that_save_and_leave_are_started_again_free_of_charge(tmp_path: Path) -> None:
     """As the trainer's do when one of them gets a SIGTERM."""
     script = "if attempt == 0: sys.exit(143 if os.environ['RANK'] == '0' else 75)"
-    launch(job(tmp_path, script, nproc=2, events_dir=tmp_path, limits=Limits(max_restarts=0)))
+    launch(
+        job(tmp_path, script, nproc=2, events_dir=tmp_path, limits=RestartLimits(max_restarts=0))
+    )
     again = [event for event in read(tmp_path) if isinstance(event, Restarting)]
     assert [(e.reason, e.delay, e.budget) for e in again] == [("preemption", 0.0, None)]
     assert not any(isinstance(event, RankLost) for event in read(tmp_path))
@@ -78,18 +81,18 @@ def test_ranks_that_save_and_leave_are_started_again_free_of_charge(tmp_path: Pa
 class Watcher:
     """Finds the ranks of the first world stuck."""
 
-    def __init__(self, stuck: Stuck) -> None:
+    def __init__(self, stuck: DetectedHang) -> None:
         self.stuck = stuck
-        self.worlds: list[Started] = []
+        self.worlds: list[StartedRanks] = []
         self.calls: list[str] = []
 
-    def started(self, world: Started) -> None:
+    def started(self, world: StartedRanks) -> None:
         self.worlds.append(world)
         self.calls.append("started")
         assert all(is_running(pid) for pid in world.ranks.values())
         assert world.scratch.is_dir()
 
-    def look(self) -> Stuck | None:
+    def look(self) -> DetectedHang | None:
         return self.stuck if len(self.worlds) == 1 else None
 
     def ended(self) -> None:
@@ -105,8 +108,8 @@ if attempt == 0: time.sleep(600)
 
 
 def test_ranks_that_hang_are_killed_and_started_again(tmp_path: Path) -> None:
-    watcher = Watcher(Stuck("restart", "rank 1 is missing", [1], step=7))
-    launch(job(tmp_path, STUCK, nproc=2, events_dir=tmp_path, overseer=lambda: watcher))
+    watcher = Watcher(DetectedHang("restart", "rank 1 is missing", [1], step=7))
+    launch(job(tmp_path, STUCK, nproc=2, events_dir=tmp_path, hang_watcher=lambda: watcher))
     assert watcher.calls == ["started", "ended"] * 2
     first, second = watcher.worlds
     assert (first.world_size, first.node, list(first.ranks)) == (2, 0, [0, 1])
@@ -119,9 +122,9 @@ def test_ranks_that_hang_are_killed_and_started_again(tmp_path: Path) -> None:
 
 
 def test_a_hang_may_end_the_run(tmp_path: Path) -> None:
-    watcher = Watcher(Stuck("stop", "rank 0 is missing", [0]))
+    watcher = Watcher(DetectedHang("stop", "rank 0 is missing", [0]))
     with pytest.raises(RankFailed, match=r"The run hung: rank 0 is missing") as caught:
-        launch(job(tmp_path, STUCK, overseer=lambda: watcher))
+        launch(job(tmp_path, STUCK, hang_watcher=lambda: watcher))
     assert caught.value.rank == 0
     assert "Not started again: hangs.action is stop." in str(caught.value)
     assert watcher.calls == ["started", "ended"]
@@ -131,7 +134,12 @@ def test_ranks_without_a_place_are_not_started(tmp_path: Path) -> None:
     said: list[str] = []
     script = "print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['LOCAL_WORLD_SIZE'])"
     idle = job(
-        tmp_path, script, nproc=3, events_dir=tmp_path, places=lambda n: n - 2, notice=said.append
+        tmp_path,
+        script,
+        nproc=3,
+        events_dir=tmp_path,
+        usable_ranks=lambda n: n - 2,
+        notice=said.append,
     )
     launch(idle)
     assert [p.name for p in (tmp_path / "logs").iterdir()] == ["rank0.log"]
@@ -172,7 +180,7 @@ def test_a_stop_ends_the_wait_for_a_restart(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     patient = job(
-        tmp_path, SLOW_TO_COME_BACK, limits=Limits(9, backoff=50), notice=stop_at_the_second
+        tmp_path, SLOW_TO_COME_BACK, limits=RestartLimits(9, backoff=50), notice=stop_at_the_second
     )
     with pytest.raises(SystemExit) as caught:
         launch(patient)

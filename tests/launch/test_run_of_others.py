@@ -17,8 +17,8 @@ from paceline.errors import ConfigError, LaunchError
 from paceline.events import EventLog, Note
 from paceline.launch import run_folder
 from paceline.launch.logs import LogName
-from paceline.launch.members import Member, Run
 from paceline.launch.messages import BadMessage, decode, encode
+from paceline.launch.rendezvous.membership import NodeMember, RunInfo
 from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder, has_mark
 from paceline.track import mlflow
@@ -59,10 +59,10 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 def test_an_identity_names_no_other_file(tmp_path: Path, identity: str) -> None:
     said: dict[str, Any] = {"path": "/runs/x", "identity": identity}
     with pytest.raises(BadMessage):
-        decode(Run, json.dumps(said))
-    member = json.loads(encode(Member("i", "h", "10.0.0.1", 2, 3)))
+        decode(RunInfo, json.dumps(said))
+    member = json.loads(encode(NodeMember("i", "h", "10.0.0.1", 2, 3)))
     with pytest.raises(BadMessage):
-        Member.from_json(json.dumps({**member, "run": said}))
+        NodeMember.from_json(json.dumps({**member, "run": said}))
     if "/" in identity or "\0" in identity:
         with pytest.raises(ValueError, match="no identity"):
             has_mark(tmp_path, identity)
@@ -105,7 +105,7 @@ def test_a_message_names_no_folder_but_ours(
     }
     nodes = nodes_for(choices[choice], stack)
     with pytest.raises(ConfigError, match="the machines that meet here work on"):
-        nodes.take(Run(path.format(tmp_path), IDENTITY))
+        nodes.take(RunInfo(path.format(tmp_path), IDENTITY))
     stack.close()
     assert nodes.run is None
     assert tree(tmp_path) == before
@@ -119,7 +119,7 @@ def test_a_message_names_no_place_for_checkpoints(
     mark = tmp_path / "precious" / f".seen-{IDENTITY}"
     mark.touch()
     nodes = nodes_for(RunChoice(root=tmp_path / "runs"), stack, where=None)
-    run = Run(
+    run = RunInfo(
         str(tmp_path / "runs" / NAME), IDENTITY, tuple(place.format(tmp_path) for place in places)
     )
     with pytest.raises(ConfigError, match="write checkpoints to"):
@@ -144,7 +144,7 @@ def test_the_folder_that_was_asked_for_is_taken(
         RunFolder(path).mark(IDENTITY)
         (path / "config.yaml").write_text("theirs")
     nodes = nodes_for(choice, stack)
-    nodes.take(Run(str(path), IDENTITY))
+    nodes.take(RunInfo(str(path), IDENTITY))
     assert nodes.run == RunFolder(path)
     assert nodes.shared is shared
     if shared:
@@ -162,7 +162,7 @@ def test_what_one_launcher_makes_another_takes(tmp_path: Path, stack: contextlib
     ):
         run = nodes_for(choice, stack, where=None).make()
         second = nodes_for(choice, stack, where=None)
-        second.take(decode(Run, encode(run)))
+        second.take(decode(RunInfo, encode(run)))
         assert second.shared
 
 
@@ -174,7 +174,7 @@ def test_a_folder_of_another_user_is_refused(
     theirs = os.stat_result([0o40755, 0, 0, 0, 12345, 12345, 0, 0, 0, 0])
     monkeypatch.setattr("paceline.launch.run_choice.os.lstat", lambda _: theirs)
     with pytest.raises(ConfigError, match=r"another user \(uid 12345\)"):
-        nodes_for(RunChoice(root=tmp_path / "runs"), stack).take(Run(str(path), IDENTITY))
+        nodes_for(RunChoice(root=tmp_path / "runs"), stack).take(RunInfo(str(path), IDENTITY))
 
 
 def test_a_link_in_place_of_the_folder_is_refused(
@@ -185,7 +185,7 @@ def test_a_link_in_place_of_the_folder_is_refused(
     (tmp_path / "runs" / NAME).symlink_to(tmp_path / "evil")
     with pytest.raises(ConfigError, match="a link or a file is in the way"):
         nodes_for(RunChoice(root=tmp_path / "runs"), stack).take(
-            Run(str(tmp_path / "runs" / NAME), IDENTITY)
+            RunInfo(str(tmp_path / "runs" / NAME), IDENTITY)
         )
 
 

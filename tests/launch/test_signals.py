@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.guard import is_running
+from paceline.launch.process_reaper import is_running
 
 LAUNCHER = """
 import sys
 from pathlib import Path
-from paceline.launch.local import LocalJob, launch
+from paceline.launch.job import LocalJob
+from paceline.launch.local import launch
 folder, mode, grace = sys.argv[1:]
 job = LocalJob(["script", f"{folder}/rank.py", folder, mode], 2, Path(folder, "logs"),
                grace=float(grace))

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from paceline.launch import agent, processes
-from paceline.launch.guard import is_running
-from paceline.launch.local import LocalJob, launch
-from paceline.launch.policy import Limits
+from paceline.launch.job import LocalJob
+from paceline.launch.local import launch
+from paceline.launch.process_reaper import is_running
 from paceline.launch.processes import Starter
+from paceline.launch.restart_policy import RestartLimits
 
 pytestmark = pytest.mark.cold
 
@@ -76,7 +77,7 @@ def test_a_standby_becomes_a_rank_like_any_other(
         ["script", str(tmp_path / "script.py"), str(tmp_path)],
         nproc=1,
         log_dir=tmp_path / "logs",
-        limits=Limits(max_restarts=5, backoff=0),
+        limits=RestartLimits(max_restarts=5, backoff=0),
         env={"OMP_NUM_THREADS": "1"},
         standby=True,
         output=None,
@@ -112,11 +113,12 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from paceline.launch import agent, processes
-from paceline.launch.local import LocalJob, launch
-from paceline.launch.policy import Limits
+from paceline.launch.job import LocalJob
+from paceline.launch.local import launch
+from paceline.launch.restart_policy import RestartLimits
 processes._STANDBY_AFTER_SECONDS = agent._MOVING_SECONDS = 0.0
 folder = Path(sys.argv[1])
-job = LocalJob(["-m", "sleeper"], 1, folder / "logs", Limits(max_restarts=1), standby=True)
+job = LocalJob(["-m", "sleeper"], 1, folder / "logs", RestartLimits(max_restarts=1), standby=True)
 launch(job)
 """
 

@@ -78,7 +78,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def test_a_scan_finds_the_doors_of_the_tunnel_and_nothing_else(scene: Scene) -> None:
-    """The meeting place, the round's store and the tethers; Gloo's doors are sealed."""
+    """The meeting place, the round's store and the keepalive_server; Gloo's doors are sealed."""
     ports = {host: set(found) for host, found in scene.open_ports.items()}
     meeting, other = (host.address for host in scene.hosts[:2])
     assert PORT in ports[meeting]
@@ -101,7 +101,7 @@ def can_enter(host: Host, folder: Path, port: int) -> bool:
         "import os, sys; from paceline.launch.secret import find_secret; "
         "from paceline.credentials import Secret; "
         "from paceline.launch.tunnel import Tunnel; "
-        "t = Tunnel(find_secret(Secret('file:' + os.path.abspath('secret')))); t.knock(sys.argv[1], int(sys.argv[2]), 20); "
+        "t = Tunnel(find_secret(Secret('file:' + os.path.abspath('secret')))); t.probe(sys.argv[1], int(sys.argv[2]), 20); "
         "t.close()"
     )
     command = [sys.executable, "-c", code, "host0", str(port)]

@@ -21,18 +21,23 @@ from paceline.config.endpoints import endpoints
 from paceline.credentials import Secret
 from paceline.errors import ConfigError
 from paceline.launch import tunnel as module
+from paceline.launch.environment import SECRET, SECRET_FILE
 from paceline.launch.listening import listen
 from paceline.launch.loopback import peer_is_us
+from paceline.launch.rendezvous.stores import (
+    ForeignStore,
+    ServedStore,
+    StoreConnection,
+    StoreRefused,
+    StoreUnreachable,
+)
 from paceline.launch.secret import (
-    FILE_VARIABLE,
-    VARIABLE,
     RunSecret,
     find_secret,
     keys_of,
     make_secret,
     open_to_strangers,
 )
-from paceline.launch.stores import Line, LineLost, LineRefused, ServedStore, StrangerThere
 from paceline.launch.tunnel import Tunnel, WrongSecret
 
 NOBODY = 65534
@@ -55,8 +60,8 @@ def test_a_secret_is_made_for_its_owner_alone_and_found_again(
     found = find_secret(Secret(f"file:{path}"), {})
     assert found is not None
     assert found.value == text.encode()
-    assert find_secret(None, {FILE_VARIABLE: str(path)}) == found
-    assert find_secret(None, {VARIABLE: text}).value == found.value  # type: ignore[union-attr]
+    assert find_secret(None, {SECRET_FILE: str(path)}) == found
+    assert find_secret(None, {SECRET: text}).value == found.value  # type: ignore[union-attr]
     monkeypatch.setenv("MINE", text)
     assert find_secret(Secret("env:MINE"), {}).value == found.value  # type: ignore[union-attr]
     assert find_secret(None, {}) is None
@@ -140,10 +145,10 @@ def served(here: Tunnel) -> Iterator[ServedStore]:
 
 
 def test_a_store_is_used_through_a_tunnel(there: Tunnel, served: ServedStore) -> None:
-    line = Line("127.0.0.1", served.port, 5.0, there)
-    line.call(lambda store: store.set("key", "x" * (3 << 20)))
+    connection = StoreConnection("127.0.0.1", served.port, 5.0, there)
+    connection.call(lambda store: store.set("key", "x" * (3 << 20)))
     assert len(served.store.get("key")) == 3 << 20
-    second = line.another()
+    second = connection.another()
     assert second.call(lambda store: store.add("count", 2)) == 2
     threads = [
         threading.Thread(target=lambda: second.call(lambda store: store.add("count", 1)))
@@ -153,30 +158,32 @@ def test_a_store_is_used_through_a_tunnel(there: Tunnel, served: ServedStore) ->
         thread.start()
     for thread in threads:
         thread.join()
-    assert line.call(lambda store: store.add("count", 0)) == 22
-    for each in (line, second):
+    assert connection.call(lambda store: store.add("count", 0)) == 22
+    for each in (connection, second):
         each.close()
 
 
 def test_a_store_that_is_closed_is_gone_for_those_who_use_it(there: Tunnel, here: Tunnel) -> None:
     served = ServedStore("127.0.0.1", 0, here)
-    line = Line("127.0.0.1", served.port, 2.0, there)
+    connection = StoreConnection("127.0.0.1", served.port, 2.0, there)
     served.close()
-    with pytest.raises(LineLost):
-        line.call(lambda store: store.get("key"))
-    with pytest.raises(LineRefused):
-        wait_for(lambda: Line("127.0.0.1", served.port, 2.0, there) and None, "its end", 5)
+    with pytest.raises(StoreUnreachable):
+        connection.call(lambda store: store.get("key"))
+    with pytest.raises(StoreRefused):
+        wait_for(
+            lambda: StoreConnection("127.0.0.1", served.port, 2.0, there) and None, "its end", 5
+        )
 
 
 def test_another_secret_and_none_are_told_apart_and_refused(served: ServedStore) -> None:
     with contextlib.closing(Tunnel(secret("ijklmnop"), lambda _: None)) as other:
-        with pytest.raises(StrangerThere, match="another secret than secret ijklmnop"):
-            Line("127.0.0.1", served.port, 2.0, other)
+        with pytest.raises(ForeignStore, match="another secret than secret ijklmnop"):
+            StoreConnection("127.0.0.1", served.port, 2.0, other)
         silent = listen("127.0.0.1", 0)
         with silent, pytest.raises(WrongSecret, match="was it started without"):
-            other.knock("127.0.0.1", silent.getsockname()[1], 0.5)
-    with pytest.raises(LineLost):
-        Line("127.0.0.1", served.port, 1.0)
+            other.probe("127.0.0.1", silent.getsockname()[1], 0.5)
+    with pytest.raises(StoreUnreachable):
+        StoreConnection("127.0.0.1", served.port, 1.0)
 
 
 def contexts() -> Iterator[ssl.SSLContext]:
@@ -214,7 +221,7 @@ def test_old_versions_of_tls_are_refused(served: ServedStore) -> None:
 def test_silence_garbage_and_floods_do_not_keep_the_real_ones_out(
     there: Tunnel, served: ServedStore
 ) -> None:
-    line = Line("127.0.0.1", served.port, 5.0, there)
+    connection = StoreConnection("127.0.0.1", served.port, 5.0, there)
     where = ("127.0.0.1", served.port)
     held = [socket.create_connection(where, timeout=5) for _ in range(module.MOST_HANDSHAKES)]
     try:
@@ -223,15 +230,15 @@ def test_silence_garbage_and_floods_do_not_keep_the_real_ones_out(
                 stranger.sendall([b"\x16\x03\x01\x02\x00", os.urandom(300), b"x"][number % 3])
         for _ in range(300):
             socket.create_connection(where, timeout=5).close()
-        there.knock(*where, 10.0)
-        other = Line(*where, 10.0, there)
+        there.probe(*where, 10.0)
+        other = StoreConnection(*where, 10.0, there)
         other.call(lambda store: store.set("a", "b"))
         other.close()
-        assert line.call(lambda store: store.get("a")) == b"b"
+        assert connection.call(lambda store: store.get("a")) == b"b"
     finally:
         for stranger in held:
             stranger.close()
-        line.close()
+        connection.close()
 
 
 def test_handshakes_that_are_never_finished_are_ended(
@@ -299,9 +306,9 @@ def test_other_users_of_the_machine_do_not_get_to_the_store_itself(
         socket.create_connection(("127.0.0.1", inside), timeout=0.5).close()
     except TimeoutError:
         assert as_nobody(inside) == ""
-        line = Line("127.0.0.1", served.port, 5.0, there)
-        line.call(lambda store: store.set("a", "b"))
-        line.close()
+        connection = StoreConnection("127.0.0.1", served.port, 5.0, there)
+        connection.call(lambda store: store.set("a", "b"))
+        connection.close()
     else:
         pytest.skip("this kernel has no TCP MD5 signatures")
 

@@ -15,8 +15,8 @@ from node_cases import wait_for
 
 from paceline.launch import loopback
 from paceline.launch.loopback import connect_with_key, others_connected, peer_is_us, require_key
+from paceline.launch.rendezvous.stores import ServedStore, StoreConnection
 from paceline.launch.secret import RunSecret
-from paceline.launch.stores import Line, ServedStore
 from paceline.launch.tunnel import Tunnel
 
 NOBODY = 65534
@@ -88,8 +88,8 @@ def own_addresses() -> list[str]:
 
 def state_of(port: int) -> str:
     """The state of the socket that has ``port``, by the kernel's table."""
-    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
+    for row in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        fields = row.split()
         if int(fields[1].partition(":")[2], 16) == port:
             return fields[3]
     return ""
@@ -120,10 +120,10 @@ def test_no_address_of_the_machine_leads_another_user_to_a_store(
     with contextlib.closing(ServedStore("127.0.0.1", 0, tunnel)) as served:
         sources = own_addresses()
         assert as_nobody(served.store.port, *sources) == [f"out {source}" for source in sources]
-        line = Line("127.0.0.1", served.port, 5.0, tunnel)
-        line.call(lambda store: store.set("a", "b"))
+        connection = StoreConnection("127.0.0.1", served.port, 5.0, tunnel)
+        connection.call(lambda store: store.set("a", "b"))
         assert served.store.get("a") == b"b"
-        line.close()
+        connection.close()
     assert said == []
 
 

@@ -22,9 +22,10 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from paceline.errors import LaunchError, RankFailed
 from paceline.events import Event, RankLost, RanksStarted, Restarting
-from paceline.launch.local import LocalJob, launch
-from paceline.launch.policy import Limits
-from paceline.launch.rounds import Rounds
+from paceline.launch.job import LocalJob
+from paceline.launch.local import launch
+from paceline.launch.rendezvous.handler import LauncherRendezvous
+from paceline.launch.restart_policy import RestartLimits
 
 
 class Table:
@@ -39,7 +40,7 @@ class Table:
         self.changed = threading.Condition()
 
 
-class Seat(Rounds):
+class Seat(LauncherRendezvous):
     """The table as one node sees it."""
 
     patience = 30.0
@@ -106,16 +107,16 @@ class Seat(Rounds):
 
 
 def node(
-    table: Table, host: str, folder: Path, places: Callable[[int], int] | None = None
+    table: Table, host: str, folder: Path, usable_ranks: Callable[[int], int] | None = None
 ) -> LocalJob:
     return LocalJob(
         ["script", str(folder / "script.py"), str(folder)],
         nproc=1,
         log_dir=folder / "logs",
-        limits=Limits(max_restarts=2),
+        limits=RestartLimits(max_restarts=2),
         rendezvous=lambda: Seat(table, host),
         host=host,
-        places=places,
+        usable_ranks=usable_ranks,
         output=None,
         notice=lambda message: None,
     )
@@ -194,13 +195,13 @@ def test_a_node_that_joins_and_has_no_place_stands_by_until_the_end(tmp_path: Pa
     table = Table(1)
     with ThreadPoolExecutor() as pool:
         outcomes: list[Future[None]] = []
-        outcomes.append(pool.submit(launch, node(table, "a", tmp_path, places=lambda n: 1)))
+        outcomes.append(pool.submit(launch, node(table, "a", tmp_path, usable_ranks=lambda n: 1)))
         deadline = time.monotonic() + 120
         while not (tmp_path / "up").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         table.size = 2
-        outcomes.append(pool.submit(launch, node(table, "b", tmp_path, places=lambda n: 1)))
+        outcomes.append(pool.submit(launch, node(table, "b", tmp_path, usable_ranks=lambda n: 1)))
         for outcome in outcomes:
             outcome.result()
     first, second = kinds(table, RanksStarted)

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from paceline.errors import TrainingError
 from paceline.parallel.device_map import place
-from paceline.parallel.device_moves import Align, device_of, moved
-from paceline.parallel.device_plan import plan
+from paceline.parallel.device_map.moves import Align, device_of, moved
+from paceline.parallel.device_map.plan import plan
 from parallel.device_cases import Chain, Skips, Tied
 
 CPU = torch.device("cpu")
@@ -84,7 +84,8 @@ def test_mistakes_are_named(model: nn.Module, device_map: Any, message: str) -> 
 
 def test_tied_weights_must_be_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "paceline.parallel.device_map._device", lambda device, name=None: torch.device(device)
+        "paceline.parallel.device_map.placement._device",
+        lambda device, name=None: torch.device(device),
     )
     with pytest.raises(TrainingError, match=r"'first.weight' and 'last.weight' are one tensor"):
         place(Tied(), {"": "cpu", "last": "cuda:0"})

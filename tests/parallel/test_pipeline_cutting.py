@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.engine.loss import LossModule
 from paceline.errors import LayoutError, TrainingError
 from paceline.parallel.pipeline import CutPlan, Pipelining, cut
-from paceline.parallel.pipeline.balance import lightest_cuts
+from paceline.parallel.pipeline.cut_plan import lightest_cuts
 from parallel import pipeline_cases
 
 

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.overrides import TorchFunctionMode
 
-from paceline.parallel.pipeline.fakes import Fakes, innermost_mode, is_fake, spec_of
+from paceline.parallel.pipeline.fake_tensors import Fakes, is_fake, spec_of
 from paceline.parallel.pipeline.split_backward import backward_inputs
+from paceline.torch_internals import innermost_function_mode
 
 
 def test_the_stage_has_the_methods_that_are_overridden() -> None:
@@ -47,11 +48,11 @@ def test_the_innermost_function_mode_is_known() -> None:
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             return func(*args, **(kwargs or {}))
 
-    assert innermost_mode() is None
+    assert innermost_function_mode() is None
     with Mode() as outer:
-        assert innermost_mode() is outer
+        assert innermost_function_mode() is outer
         with Mode() as inner:
-            assert innermost_mode() is inner
+            assert innermost_function_mode() is inner
 
 
 def test_a_split_backward_gives_the_gradients_of_a_whole_one() -> None:

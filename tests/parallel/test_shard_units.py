@@ -10,7 +10,7 @@ from torch import nn
 from paceline.errors import LayoutError, TrainingError
 from paceline.models import GPT
 from paceline.parallel.shard import Sharding
-from paceline.parallel.shard_units import find_units
+from paceline.parallel.shard.units import find_units
 from paceline.testing import make_mlp, make_resnet
 from parallel import shard_cases
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.prove import PLANTS
+from paceline.prove._planted import PLANTS
 from paceline.testing import RankPool, make_mlp, make_resnet, make_vectors
 
 SPREAD = {

@@ -35,8 +35,9 @@ from paceline.events import (
     StepSplit,
     Straggler,
 )
+from paceline.formatting import clock, count, duration, number, rate, size
 from paceline.track import Progress
-from paceline.track.pace import Pace, clock, count, duration, number, rate, size
+from paceline.track.pace import Pace
 
 
 def started(total: int | None = 100, first: int = 0) -> RunStarted:
@@ -135,9 +136,9 @@ def test_what_else_happens_is_said() -> None:
         "for comparison, byte unigrams: validation loss 3.2000",
         "step 5: validation loss 1.5000, accuracy 0.2500 (2.0 s)",
         "step 6: epoch 1 done, mean loss 1.2500",
-        "step 7: saved runs/[a]/x.pt (3.2 MB)",
+        "step 7: saved runs/[a]/x.pt (end, 3.2 MB)",
         "step 8: saved y.pt (best so far, 10 B)",
-        "warning: step 9: NaN or Inf in the loss on rank 0, 2; the step was skipped.",
+        "warning: step 9: NaN or Inf in the loss on ranks 0 and 2; the step was skipped.",
         "warning: step 9: NaN or Inf in the gradients; the run stops. In layer 3.",
         "just so",
         "warning: careful",
@@ -185,16 +186,16 @@ def test_what_befalls_ranks_and_machines_is_a_line_each() -> None:
         GaveUp(reason="3 restarts in a row did not help"),
     )
     assert shown == [
-        "starting 4 ranks on 2 machines (alpha, beta), 1 more standing by",
+        "starting 4 ranks on 2 nodes (alpha, beta), 1 more standing by",
         "warning: step 5: rank 1 on alpha failed: it broke; its log: logs/rank1.log",
         "warning: step 5: rank 1 on alpha failed",
         "all ranks are started again in 2.0 s (failure, restart 2 of 3)",
-        "warning: rank 1 on alpha was lost with its machine: no sign of life",
+        "warning: rank 1 on alpha was lost with its node: no sign of life",
         "all ranks are started again (node lost): without beta",
         "warning: step 5: the run hung: hung",
-        "warning: machine beta is lost",
-        "machine beta was told to leave",
-        "machine beta joined",
+        "warning: node beta was lost",
+        "node beta was told to leave",
+        "node beta joined",
         "warning: step 5: nothing has moved for 1:00: rank 1 is missing",
         "rank 1: …",
         "warning: step 5: nothing has moved for 1:00: rank 1 is missing; if it goes on, "
@@ -202,11 +203,11 @@ def test_what_befalls_ranks_and_machines_is_a_line_each() -> None:
         "rank 1: …",
         "warning: step 5: rank 1 is missing",
         "step 5: moving again, after 1:15",
-        "warning: step 50: rank 1 on beta is slow in data: the others wait 0.125 s a step for it "
+        "warning: step 50: rank 1 on beta is slow in data: the others wait 125 ms a step for it "
         "(25%)",
         "warning: cannot resume from checkpoint, step 8: bad hash",
         "resuming from checkpoint, step 4 (0.1 s)",
-        "warning: giving up: 3 restarts in a row did not help",
+        "warning: gave up: 3 restarts in a row did not help",
     ]
 
 

@@ -109,7 +109,7 @@ def test_whatever_the_system_refuses(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr("paceline.events.os.fstat", refuse)
+        patch.setattr("paceline.events.log.os.fstat", refuse)
         assert not log.write(step(1))
     assert os.strerror(number) in said[0]
     assert log.write(step(2))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import paceline
 from engine.test_layouts import make_engine
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.part import RankState, whole_part
-from paceline.checkpoint.sharded.save import save
+from paceline.checkpoint.rank_state import RankState, whole_part
+from paceline.checkpoint.sharded.save_load import save
 from paceline.errors import CheckpointDamaged, CheckpointError, TrainingError
 
 

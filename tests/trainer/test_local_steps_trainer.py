@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import events
-from paceline.engine.late import LAG
-from paceline.launch.codes import PEER_LEAVES, TOLD_TO_LEAVE
+from paceline.launch.exit_codes import PEER_LEAVES, TOLD_TO_LEAVE
+from paceline.sync.late_numbers import LAG
 
 STEPS = 24
 

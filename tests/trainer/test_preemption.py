@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import events
-from paceline.launch.codes import PEER_LEAVES, TOLD_TO_LEAVE
+from paceline.launch.exit_codes import PEER_LEAVES, TOLD_TO_LEAVE
 from paceline.trainer.history import History
 
 STEPS = 8

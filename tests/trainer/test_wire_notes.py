@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.engine.traffic import LeftAlone, Traffic
 from torch import nn
 from wire_cases import fit
 
 import paceline
 from paceline import events
-from paceline.engine.traffic import LeftAlone, Traffic
 from paceline.events import Note
 from paceline.options import Compression, LocalSteps
 from paceline.trainer.wire_notes import of_compression, of_local_steps

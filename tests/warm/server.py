@@ -31,7 +31,12 @@ _ROOM = 100_000
 _ROOM_NAME = "WARM_ROOM"
 PRELOAD = (
     *("torch", "torch._dynamo", "torch.distributed.elastic.agent.server.api", "cloudpickle"),
-    *("paceline.cli", "paceline.launch.agent", "paceline.launch.local", "paceline.launch.meeting"),
+    *(
+        "paceline.cli",
+        "paceline.launch.agent",
+        "paceline.launch.local",
+        "paceline.launch.rendezvous.multi_node",
+    ),
     *("paceline.trainer.run", "paceline.models.gpt", "paceline.testing", "paceline.testing.rank"),
 )
 # Run as __main__ by what is forked: one that is there already would be in the way.

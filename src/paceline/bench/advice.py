@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.bench.quantities import plain_number, show_time
 from paceline.bench.trial import PLAIN, Trial, noise, smoothed, window
+from paceline.formatting import short_time, three_digits
 
 WORTH = 1.05
 """By how much a format must be faster: less is gone when anything else changes."""
@@ -128,8 +128,8 @@ def _no_faster(others: Sequence[Trial], plain: Trial, worth: float) -> str:
         if worth >= _DRIFT:
             text += ", by which plain's own time has changed meanwhile"
     return (
-        f"compression does not pay here: {text}. Plain takes {show_time(_step(plain))}, the "
-        f"fastest other, {fastest.format}, {show_time(_step(fastest))}."
+        f"compression does not pay here: {text}. Plain takes {short_time(_step(plain))}, the "
+        f"fastest other, {fastest.format}, {short_time(_step(fastest))}."
     )
 
 
@@ -149,10 +149,10 @@ def _no_better(faster: Sequence[_Judged], plain: Trial, steps: int) -> str:
 def _praise(best: _Judged, plain: Trial, steps: int) -> str:
     trial = best.trial
     assert plain.loss_at_steps is not None
-    text = f"{show_time(best.step)} a step, {_times(plain, best.step)} as fast as plain"
-    text += f" ({show_time(_step(plain))})"
+    text = f"{short_time(best.step)} a step, {_times(plain, best.step)} as fast as plain"
+    text += f" ({short_time(_step(plain))})"
     if trial.sent_per_step and plain.sent_per_step:
-        text += f", {plain_number(plain.sent_per_step / trial.sent_per_step)} times fewer bytes"
+        text += f", {three_digits(plain.sent_per_step / trial.sent_per_step)} times fewer bytes"
     own, reference = _loss(best.loss), _loss(plain.loss_at_steps)
     if best.as_good:
         allowed = _loss(tolerance(plain, steps))
@@ -186,7 +186,7 @@ def _drift(plain: Trial, again: float | None) -> list[str]:
     if high < _DRIFT * low:
         return []
     return [
-        f"plain took {show_time(_step(plain))} a step at first, and {show_time(again)} after the "
+        f"plain took {short_time(_step(plain))} a step at first, and {short_time(again)} after the "
         "other formats: something else is at work here, and times differ by chance. Measure again "
         "when these machines do nothing else."
     ]
@@ -232,7 +232,7 @@ def _few_meetings(trial: Trial, steps: int) -> str:
 
 
 def _times(plain: Trial, step: float) -> str:
-    return f"{plain_number(_step(plain) / step)} times"
+    return f"{three_digits(_step(plain) / step)} times"
 
 
 def _loss(value: float) -> str:

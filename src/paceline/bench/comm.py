@@ -12,10 +12,11 @@ import torch
 from paceline.bench.catalogue import COLLECTIVES
 from paceline.bench.fit import predict
 from paceline.bench.operations import prepare
-from paceline.bench.pairs import Found, PairProbe, between, rounds, summarised
+from paceline.bench.pairs import Found, PairProbe, between, summarised
 from paceline.bench.request import GROUPS, LONGEST, Request, groups_of
 from paceline.bench.result import Cell, CommResult, LeftOut, Setting, make_cell
 from paceline.bench.timing import measure, time_once
+from paceline.network.round_robin import round_robin
 from paceline.world import World, collectives
 from paceline.world.group import Group
 
@@ -142,13 +143,13 @@ def _measure_pairs(
     firsts = {ranks[0]: name for ranks, name in zip(nodes, machines, strict=True)}
     if len(nodes) > 1:
         say("measuring the links between machines")
-        links = _in_rounds(world, probe, rounds(firsts))
+        links = _in_rounds(world, probe, round_robin(firsts))
         result.pairs = [between(firsts[a], firsts[b], link) for (a, b), link in links.items()]
     inside = {name: ranks for ranks, name in zip(nodes, machines, strict=True) if len(ranks) > 1}
     if inside:
         say("measuring the links between the ranks of a machine")
         # The n-th rounds of all machines at once.
-        plans = [rounds(ranks) for ranks in inside.values()]
+        plans = [round_robin(ranks) for ranks in inside.values()]
         longest = max(len(plan) for plan in plans)
         at_once = [[p for plan in plans for p in plan[n : n + 1]] for n in range(longest)]
         merged = [[pair for pairs in step for pair in pairs] for step in at_once]

@@ -128,8 +128,9 @@ def measure(
     ``asked`` are the options that must be the same on all of them. Where it does not
     come to its end, ``so_far`` gets what had been written until then.
     """
-    from paceline.launch.local import LocalJob, launch
-    from paceline.launch.policy import Limits
+    from paceline.launch.job import LocalJob
+    from paceline.launch.local import launch
+    from paceline.launch.restart_policy import RestartLimits
 
     folder = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
     file = folder / "result.json"
@@ -142,7 +143,7 @@ def measure(
                     command=["-m", module, request, str(file)],
                     nproc=place.nproc,
                     log_dir=folder / "logs",
-                    limits=Limits(max_restarts=0, max_preemptions=0),
+                    limits=RestartLimits(max_restarts=0, max_preemptions=0),
                     grace=_GRACE,
                     output=progress,
                     notice=lambda text: None,  # about saving and restarts: nothing to do with us
@@ -180,19 +181,19 @@ def _meet(
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from paceline.config.endpoints import endpoints
-    from paceline.launch.gathering import RunHooks, Settings
-    from paceline.launch.meeting import Meeting
-    from paceline.launch.members import Run
+    from paceline.launch.rendezvous.joining import RendezvousSettings, RunHooks
+    from paceline.launch.rendezvous.membership import RunInfo
+    from paceline.launch.rendezvous.multi_node import MultiNodeRendezvous
     from paceline.launch.secret import open_to_strangers
 
     assert place.rdzv is not None
     if (warning := open_to_strangers(endpoints(place.rdzv), place.secret)) is not None:
         say(f"warning: {warning}")
-    meeting = Meeting(
-        Settings(
-            places=endpoints(place.rdzv),
-            least=place.nnodes,
-            most=place.nnodes,
+    rendezvous = MultiNodeRendezvous(
+        RendezvousSettings(
+            endpoints=endpoints(place.rdzv),
+            min_nodes=place.nnodes,
+            max_nodes=place.nnodes,
             rejoin_timeout=place.wait,
             nproc=place.nproc,
             asked={**asked, "paceline's version": __version__},
@@ -200,20 +201,20 @@ def _meet(
         ),
         # No run, no folder, no events: only ranks that meet.
         RunHooks(
-            make=lambda: Run("", uuid.uuid4().hex),
+            make=lambda: RunInfo("", uuid.uuid4().hex),
             take=lambda run: None,
             write=lambda event: None,
             keep_log=lambda name, host, data: None,
             notice=say,
         ),
     )
-    stack.callback(meeting.shutdown)
+    stack.callback(rendezvous.shutdown)
     try:
-        meeting.open()
+        rendezvous.open()
     except RendezvousError as error:
         raise LaunchError(f"the machines could not meet: {error}") from None
-    say(f"node {meeting.node} of {len(meeting.nodes)}: {', '.join(meeting.nodes)}")
-    return {"rendezvous": lambda: meeting, "host": meeting.host, "env": env}
+    say(f"node {rendezvous.node} of {len(rendezvous.nodes)}: {', '.join(rendezvous.nodes)}")
+    return {"rendezvous": lambda: rendezvous, "host": rendezvous.host, "env": env}
 
 
 def _quiet_torch() -> Mapping[str, str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from itertools import combinations
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -20,22 +19,6 @@ _REPEATS = 2
 
 Found = tuple[float, float, float]
 """Seconds one way, and bytes a second there and back."""
-
-
-def rounds(members: Iterable[int]) -> list[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which nobody has two partners, so that none shares a link."""
-    left = list(combinations(sorted(members), 2))
-    plan = []
-    while left:
-        busy: set[int] = set()
-        at_once = []
-        for pair in left:
-            if busy.isdisjoint(pair):
-                at_once.append(pair)
-                busy.update(pair)
-        left = [pair for pair in left if pair not in at_once]
-        plan.append(at_once)
-    return plan
 
 
 class PairProbe:

@@ -6,10 +6,10 @@ import importlib.util
 from pathlib import Path
 
 from paceline.bench.catalogue import COLLECTIVES
-from paceline.bench.quantities import show_rate, show_size, show_time
 from paceline.bench.request import GROUPS
 from paceline.bench.result import CommResult
 from paceline.errors import ConfigError, MissingExtra
+from paceline.formatting import binary_size, byte_rate, short_time
 
 KINDS = (".png", ".svg", ".pdf")
 
@@ -38,13 +38,13 @@ def write_plot(result: CommResult, path: str) -> None:
             rates = [cell.bus_bandwidth for cell in cells]
             right.plot(sizes, rates, marker="o", markersize=3, label=name)
         for axes, what, words in (
-            (left, "time of a call", show_time),
-            (right, "bus bandwidth", show_rate),
+            (left, "time of a call", short_time),
+            (right, "bus bandwidth", byte_rate),
         ):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_title(f"{what}, {GROUPS[kind]}", fontsize=10)
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_size(value)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: binary_size(value)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, w=words: w(value)))
             axes.yaxis.set_minor_formatter(NullFormatter())
             axes.grid(alpha=0.3)

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.bench.catalogue import COLLECTIVES
-from paceline.bench.quantities import show_rate, show_size, show_time
 from paceline.bench.request import GROUPS, LONGEST
 from paceline.bench.result import CommResult, slow_links
+from paceline.formatting import binary_size, byte_rate, plural, short_time
 from paceline.track.console import SafeConsole
 
 _BAR = 20
@@ -31,7 +31,7 @@ def show(result: CommResult, console: Console) -> None:
     """Print everything: each group, the lines through it, the links, and what to paste."""
     setting = result.setting
     where = ", ".join(
-        f"{name} ({count} rank{'' if count == 1 else 's'})"
+        f"{name} ({plural(count, 'rank')})"
         for name, count in zip(setting.machines, setting.ranks, strict=True)
     )
     _line(
@@ -59,7 +59,7 @@ def left_out(result: CommResult) -> list[str]:
     slow = [one for one in result.left_out if one.expected is not None]
     for kind in result.groups:
         calls = [
-            f"{one.collective} of {show_size(one.size)} ({show_time(one.expected)})"
+            f"{one.collective} of {binary_size(one.size)} ({short_time(one.expected)})"
             for one in slow
             if one.group == kind and one.expected is not None
         ]
@@ -95,12 +95,12 @@ def _cells(result: CommResult, kind: str, bar_width: int) -> Table:
             slowest = max(cell.by_group.items(), key=lambda group: group[1])[0]
             table.add_row(
                 name,
-                show_size(cell.size) if moved else "",
-                show_time(cell.median),
-                show_time(cell.p10),
-                show_time(cell.p90),
-                show_rate(cell.algorithm_bandwidth) if moved else "",
-                show_rate(cell.bus_bandwidth) if moved else "",
+                binary_size(cell.size) if moved else "",
+                short_time(cell.median),
+                short_time(cell.p10),
+                short_time(cell.p90),
+                byte_rate(cell.algorithm_bandwidth) if moved else "",
+                byte_rate(cell.bus_bandwidth) if moved else "",
                 bar(cell.bus_bandwidth / fastest, bar_width) if moved and fastest else "",
                 *([slowest] if len(cell.by_group) > 1 else []),
             )
@@ -117,7 +117,7 @@ def _show_fits(result: CommResult, console: Console) -> None:
         for name in COLLECTIVES:
             line = result.line(kind, name)
             if line is not None:
-                latency, rate = show_time(line.latency), show_rate(line.bandwidth)
+                latency, rate = short_time(line.latency), byte_rate(line.bandwidth)
                 table.add_row(name, kind, latency, f"+ size / {rate}", f"{line.off:.0%}")
     if table.row_count:
         _line(console)
@@ -130,11 +130,11 @@ def _show_links(result: CommResult, console: Console) -> None:
         _line(console, "from the machine of a row to that of a column, at a time; one way")
         console.print(_matrix(result))
     for one in result.inside:
-        (a, b), slowest = one.slowest, show_rate(one.slowest_bandwidth)
+        (a, b), slowest = one.slowest, byte_rate(one.slowest_bandwidth)
         more = "" if one.pairs == 1 else f"; the slowest pair, ranks {a} and {b}: {slowest}"
         _line(
             console,
-            f"inside of {one.machine}: {show_rate(one.bandwidth)}, {show_time(one.latency)}{more}",
+            f"inside of {one.machine}: {byte_rate(one.bandwidth)}, {short_time(one.latency)}{more}",
         )
     for text in slow_links(result.pairs):
         console.print(Text(text, "bold yellow"))
@@ -164,7 +164,7 @@ def _matrix(result: CommResult) -> Table:
         for column in machines:
             rate, latency = found.get((row, column), (0.0, 0.0))
             style = "bold yellow" if 2 * rate < best else ""
-            text = f"{show_rate(rate)} {show_time(latency)}" if rate else "·"
+            text = f"{byte_rate(rate)} {short_time(latency)}" if rate else "·"
             cells.append(Text(text, style if rate else "dim"))
         table.add_row(row, *cells)
     return table

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.bench.catalogue import COLLECTIVES
-from paceline.bench.quantities import parse_size
 from paceline.errors import ConfigError
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
@@ -20,6 +20,8 @@ GROUPS: dict[str, str] = {
     "within": "the ranks of each machine, all machines at once",
     "across": "one rank of each machine",
 }
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_POWER = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,17 @@ def read_request(
     if problems:
         raise ConfigError(problems)
     return Request(tuple(names), tuple(sorted(found)), tuple(kinds), dtype, device, seconds, pairs)
+
+
+def parse_size(text: str) -> int:
+    """``64K``, ``1.5M`` or ``4096`` as bytes; a K is 1,024. Raises ``ValueError`` for others."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write bytes, or K, M or G of them, like 64K")
+    size = float(match[1]) * 2 ** _POWER[match[2].upper()]
+    if size < 1 or size != int(size):
+        raise ValueError(f"{text!r} is {size:g} bytes; a size is a whole number of them above 0")
+    return int(size)
 
 
 def place_problems(request: Request, nproc: int, nnodes: int) -> list[str]:

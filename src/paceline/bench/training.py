@@ -15,9 +15,10 @@ from paceline.bench.wire_request import Wish
 from paceline.config import Config
 from paceline.data import Loader, loader
 from paceline.engine import Engine, StepResult
-from paceline.engine.late import LAG
-from paceline.engine.traffic import plain_bytes
+from paceline.engine.internals import internals_of
 from paceline.layout import Layout
+from paceline.sync.late_numbers import LAG
+from paceline.sync.traffic import plain_bytes
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.run import engine_options, make_loss, make_model, make_optimizer
 from paceline.world import World, collectives
@@ -127,7 +128,7 @@ class Training:
         whole = self.steps // self.wish.period * self.wish.period or self.steps
         own = self._sent[whole - 1] / whole
         if self.engine.traffic() is None:
-            own = 0.0 if self.engine.layout.zero else plain_bytes(self.engine)
+            own = 0.0 if self.engine.layout.zero else plain_bytes(internals_of(self.engine).replica)
         return max(collectives.all_gather_object(own)) or None
 
     def plain_per_step(self) -> float | None:
@@ -143,10 +144,7 @@ class Training:
     def close(self) -> None:
         """End its threads and workers, and let go of the model: another one takes its place."""
         engine = self.engine
-        if engine.wiring is not None:
-            engine.wiring.close()
-        if engine.rounds is not None:
-            engine.rounds.close()
+        internals_of(engine).sync.close()
         self._batches.close()
         self._train.close()
         if self._val is not None:

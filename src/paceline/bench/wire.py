@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 
 from paceline.bench.comm import device_name, distinct
-from paceline.bench.quantities import show_size, show_time
 from paceline.bench.training import Data, Training
 from paceline.bench.trial import (
     LEAST_STEPS,
@@ -27,6 +26,7 @@ from paceline.bench.wire_request import WireRequest, Wish
 from paceline.config import Config, load
 from paceline.data import steps_per_epoch
 from paceline.errors import LayoutError, NonFiniteError, TrainingError
+from paceline.formatting import binary_size, short_time
 from paceline.trainer.run import make_datasets, make_model
 from paceline.world import World, collectives
 
@@ -81,8 +81,8 @@ class Trials:
         if trial.refused or trial.failed or trial.step_seconds is None:
             self._say(f"{trial.format}: {trial.failed or 'not tried'}")
             return
-        sent = "" if trial.sent_per_step is None else f", {show_size(trial.sent_per_step)} sent"
-        self._say(f"{trial.format}: {show_time(trial.step_seconds)} a step{sent}")
+        sent = "" if trial.sent_per_step is None else f", {binary_size(trial.sent_per_step)} sent"
+        self._say(f"{trial.format}: {short_time(trial.step_seconds)} a step{sent}")
 
     def _plain_again(self) -> float:
         """What a step of plain takes now. Some steps for that are made even if the time is up."""
@@ -234,8 +234,8 @@ class Trials:
         if steps < self._request.steps:
             shorter = f" (of {self._request.steps} asked for, to be done in --seconds)"
         self._say(
-            f"plain takes {show_time(step)} a step. Each format trains {steps} steps{shorter}, or "
-            f"as many more as fit into the {show_time(steps * step)} that plain needs for them: "
+            f"plain takes {short_time(step)} a step. Each format trains {steps} steps{shorter}, or "
+            f"as many more as fit into the {short_time(steps * step)} that plain needs for them: "
             f"about {_minutes(seconds)} for {trials} formats. Ctrl-C shows what is known by then."
         )
 

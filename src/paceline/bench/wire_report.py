@@ -7,10 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.bench.advice import Advice, recommend
-from paceline.bench.quantities import plain_number, show_size, show_time
 from paceline.bench.trial import PLAIN, Trial, WireResult
 from paceline.bench.wire_request import Wish
 from paceline.config import Config
+from paceline.formatting import binary_size, plural, short_time, three_digits
 
 _NOTHING = "·"
 
@@ -19,7 +19,7 @@ def show(result: WireResult, config: Config, console: Console) -> None:
     """Print everything: where, the trials, what was refused, and the recommendation."""
     setting = result.setting
     where = ", ".join(
-        f"{name} ({count} rank{'' if count == 1 else 's'})"
+        f"{name} ({plural(count, 'rank')})"
         for name, count in zip(setting.machines, setting.ranks, strict=True)
     )
     _line(
@@ -49,13 +49,13 @@ def _table(result: WireResult) -> Table:
     kind = result.setting.loss
     table.add_column(f"{kind} loss after {result.steps} steps", justify="right")
     if result.equal_seconds is not None:
-        table.add_column(f"after {show_time(result.equal_seconds)}", justify="right")
+        table.add_column(f"after {short_time(result.equal_seconds)}", justify="right")
         table.add_column("having made", justify="right")
     for trial in result.trials:
         if trial.step_seconds is not None:
             table.add_row(*_cells(trial, plain))
     if result.plain_again is not None:
-        table.add_row("none, again", show_time(result.plain_again), style="dim")
+        table.add_row("none, again", short_time(result.plain_again), style="dim")
     return table
 
 
@@ -63,15 +63,15 @@ def _cells(trial: Trial, plain: Trial | None) -> list[str]:
     assert trial.step_seconds is not None
     speed, fewer = _NOTHING, _NOTHING
     if plain is not None and plain.step_seconds is not None:
-        speed = f"× {plain_number(plain.step_seconds / trial.step_seconds)}"
+        speed = f"× {three_digits(plain.step_seconds / trial.step_seconds)}"
         if plain.sent_per_step and trial.sent_per_step:
-            fewer = f"÷ {plain_number(plain.sent_per_step / trial.sent_per_step)}"
+            fewer = f"÷ {three_digits(plain.sent_per_step / trial.sent_per_step)}"
     by_time = trial.loss_at_time is not None
     return [
         trial.format,
-        show_time(trial.step_seconds),
+        short_time(trial.step_seconds),
         speed,
-        _NOTHING if trial.sent_per_step is None else show_size(trial.sent_per_step),
+        _NOTHING if trial.sent_per_step is None else binary_size(trial.sent_per_step),
         fewer,
         _loss(trial.loss_at_steps),
         _loss(trial.loss_at_time),

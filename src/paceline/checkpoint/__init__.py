@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.checkpoint.checkpoint import Checkpoint as Checkpoint
     from paceline.checkpoint.diff import diff_checkpoints as diff_checkpoints
-    from paceline.checkpoint.finding import find_checkpoint as find_checkpoint
-    from paceline.checkpoint.finding import find_folder as find_folder
     from paceline.checkpoint.folder import Folder as Folder
     from paceline.checkpoint.listing import list_checkpoints as list_checkpoints
+    from paceline.checkpoint.locate import find_checkpoint as find_checkpoint
+    from paceline.checkpoint.locate import find_folder as find_folder
     from paceline.checkpoint.weights.export import export_hf as export_hf
     from paceline.checkpoint.weights.export import export_safetensors as export_safetensors
     from paceline.checkpoint.weights.export import export_torch as export_torch
-    from paceline.checkpoint.weights.importing import import_weights as import_weights
+    from paceline.checkpoint.weights.import_weights import import_weights as import_weights
 
 _HOME = {
     "Checkpoint": "checkpoint",
@@ -27,9 +27,9 @@ _HOME = {
     "export_hf": "weights.export",
     "export_safetensors": "weights.export",
     "export_torch": "weights.export",
-    "find_checkpoint": "finding",
-    "find_folder": "finding",
-    "import_weights": "weights.importing",
+    "find_checkpoint": "locate",
+    "find_folder": "locate",
+    "import_weights": "weights.import_weights",
     "list_checkpoints": "listing",
 }
 

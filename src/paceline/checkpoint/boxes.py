@@ -15,6 +15,11 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """``[0:4, 2:3]``."""
+        ranges = (f"{o}:{o + s}" for o, s in zip(self.offset, self.shape, strict=True))
+        return f"[{', '.join(ranges)}]"
+
     @property
     def size(self) -> int:
         """How many elements it holds."""

@@ -12,7 +12,7 @@ import os
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cached_property
@@ -21,13 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.blocks import BlockReader, Damage, file_damages
-from paceline.checkpoint.digests import Digest
-from paceline.checkpoint.manifest import Manifest, ObjectEntry, Stored, TensorEntry
+from paceline.checkpoint.block_reader import BlockReader, Damage, file_damages
+from paceline.checkpoint.hashing import Digest
+from paceline.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    ObjectEntry,
+    Stored,
+    TensorEntry,
+    step_of,
+)
 from paceline.checkpoint.manifest_fields import MOST_BYTES, too_large
-from paceline.checkpoint.names import step_of
-from paceline.checkpoint.storage.local import Storage, open_storage
+from paceline.checkpoint.storage.open import open_storage
+from paceline.checkpoint.storage.storage import Storage
+from paceline.checkpoint.tensor_bytes import dtype_of, empty_tensor, memory_of
 from paceline.errors import CheckpointDamaged, CheckpointError, KeyNeeded, StorageError
 
 _MOST_OPEN = 8
@@ -67,13 +74,12 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> Manifest:
         """What it holds, read once. Raises where it is missing, damaged or another one's."""
-        path = f"{self.name}/{manifests.NAME}"
+        path = f"{self.name}/{MANIFEST}"
         where = self.storage.full(path)
         size = self.storage.size(path)
         if size is None:
             raise CheckpointDamaged(
-                f"{self.path} holds no {manifests.NAME}: it is no checkpoint, or was never "
-                "finished."
+                f"{self.path} holds no {MANIFEST}: it is no checkpoint, or was never finished."
             )
         if size > MOST_BYTES:
             raise CheckpointDamaged(too_large(where, size))
@@ -111,9 +117,9 @@ class Checkpoint:
         except StorageError as error:
             if not error.unreadable:
                 raise
-            return [Damage(manifests.NAME, str(error))]
+            return [Damage(MANIFEST, str(error))]
         except CheckpointError as error:
-            return [Damage(manifests.NAME, str(error))]
+            return [Damage(MANIFEST, str(error))]
         chosen = [file for file in entries if files is None or file in files]
         turn, stopped = threading.Lock(), threading.Event()
 
@@ -163,11 +169,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}.")
         self._check_stored(name, entry)
         with _memory_for(f"{name!r} of {self.path}"):
-            result = _empty(entry.shape, dtype_of(entry))
+            result = empty_tensor(entry.shape, dtype_of(entry))
             there = torch.zeros(entry.shape, dtype=torch.bool)
         for stored in entry.stored:
             part = result[stored.box.slices()]
-            target = part if part.is_contiguous() else _empty(part.shape, part.dtype)
+            target = part if part.is_contiguous() else empty_tensor(part.shape, part.dtype)
             if target.nbytes != stored.length:
                 raise CheckpointError(
                     f"{name!r} of {self.path}: {stored.length} bytes for elements that take "
@@ -222,20 +228,6 @@ class Checkpoint:
         yield self._open[file]
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any dtype, to be read from or written into."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"memory of a tensor with strides {tensor.stride()}: make it contiguous.")
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Made of bytes: for some dtypes torch warns of what it cannot compute with them."""
-    memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    return memory.view(dtype).reshape(shape)
-
-
 @contextmanager
 def _memory_for(what: str) -> Iterator[None]:
     try:
@@ -256,20 +248,12 @@ def _uncompressed(data: bytearray) -> io.BytesIO:
     return file
 
 
-def dtype_of(entry: TensorEntry) -> torch.dtype:
-    """The dtype that a tensor was saved with."""
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"torch {torch.__version__} has no dtype {entry.dtype!r}.")
-    return dtype
-
-
 def _contradiction(found: Manifest, step: int | None) -> str | None:
     """How a manifest with the right hash still cannot be that of its folder."""
     if step is not None and found.step != step:
         return f"it is that of another checkpoint: expected step {step}, found step {found.step}"
     for name, entry in found.files.items():
-        if name in ("", manifests.NAME) or name.startswith(".") or {*name} & {*"/\\\0"}:
+        if name in ("", MANIFEST) or name.startswith(".") or {*name} & {*"/\\\0"}:
             return f"file name {name!r} does not stay in this folder"
         if entry.block < 1 or len(entry.hashes) != -(-entry.size // entry.block):
             return f"{name} of {entry.size} bytes has {len(entry.hashes)} hashes"

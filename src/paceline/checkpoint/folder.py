@@ -6,14 +6,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.best import Mode, goal_of
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.digests import XXH3, Digest
-from paceline.checkpoint.names import is_old, name_of, step_of
+from paceline.checkpoint.hashing import XXH3, Digest
+from paceline.checkpoint.manifest import MANIFEST, is_old, name_of, step_of
 from paceline.checkpoint.retention import Entry, Keep, best_step, to_delete
-from paceline.checkpoint.storage.local import TEMPORARY, open_storage
-from paceline.checkpoint.storage.locking import BEAT_S, FolderLock, take
+from paceline.checkpoint.storage.lock import take
+from paceline.checkpoint.storage.lock_holder import BEAT_S, FolderLock
+from paceline.checkpoint.storage.open import open_storage
+from paceline.checkpoint.storage.storage import TEMPORARY
 from paceline.errors import CheckpointError
 
 
@@ -115,7 +116,7 @@ class Folder:
     def remove(self, checkpoint: Checkpoint) -> None:
         """Delete a checkpoint: its manifest first, so that half of one never looks whole."""
         self._known.pop(checkpoint.step, None)
-        self.storage.delete(f"{checkpoint.name}/{manifests.NAME}")
+        self.storage.delete(f"{checkpoint.name}/{MANIFEST}")
         self.storage.delete_folder(checkpoint.name)
 
     def prune(self, keep: Keep, newest: int | None = None) -> list[int]:
@@ -157,7 +158,7 @@ class Folder:
 
     def _strays(self, checkpoint: Checkpoint) -> list[str]:
         try:
-            known = {manifests.NAME, *checkpoint.manifest.files}
+            known = {MANIFEST, *checkpoint.manifest.files}
         except CheckpointError:
             return []
         found = self.storage.names(checkpoint.name)
@@ -170,7 +171,7 @@ class Folder:
         """The names of all that are there, oldest first, and whether each was finished."""
         found = ((step_of(name), name) for name in self.storage.names())
         names = [name for _, name in sorted((s, name) for s, name in found if s is not None)]
-        sizes = self.storage.sizes([f"{name}/{manifests.NAME}" for name in names])
+        sizes = self.storage.sizes([f"{name}/{MANIFEST}" for name in names])
         return [(name, size is not None) for name, size in zip(names, sizes, strict=True)]
 
 

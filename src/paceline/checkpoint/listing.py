@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.checkpoint import manifest_fields as fields
-from paceline.checkpoint.digests import Digest
-from paceline.checkpoint.finding import locate
-from paceline.checkpoint.manifest import NAME, checked_body, file_from_json
-from paceline.checkpoint.names import is_old, step_of
-from paceline.checkpoint.storage.local import LocalStorage, Storage
+import paceline.checkpoint.manifest_fields as fields
+from paceline.checkpoint.hashing import Digest
+from paceline.checkpoint.locate import locate
+from paceline.checkpoint.manifest import MANIFEST, checked_body, file_from_json, is_old, step_of
+from paceline.checkpoint.storage.local import LocalStorage
+from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import CheckpointError, KeyNeeded, StorageError
 
 _ASKED_AT_ONCE = 32
@@ -96,14 +96,14 @@ def _look_remotely(storage: Storage, names: list[str]) -> list[Listed]:
 def _look(storage: Storage, name: str, files: Mapping[str, int]) -> Listed:
     step = step_of(name) or 0
     path = storage.full(name)
-    if NAME not in files:
+    if MANIFEST not in files:
         return Listed(step, name, path, "unfinished", "it has no manifest", files=len(files))
-    if files[NAME] > fields.MOST_BYTES:
-        problem = fields.too_large(storage.full(f"{name}/{NAME}"), files[NAME])
+    if files[MANIFEST] > fields.MOST_BYTES:
+        problem = fields.too_large(storage.full(f"{name}/{MANIFEST}"), files[MANIFEST])
         return Listed(step, name, path, "damaged", problem, files=len(files))
     try:
-        data = _read(storage, f"{name}/{NAME}", files[NAME])
-        found = _summary(data, storage.full(f"{name}/{NAME}"), storage.digest)
+        data = _read(storage, f"{name}/{MANIFEST}", files[MANIFEST])
+        found = _summary(data, storage.full(f"{name}/{MANIFEST}"), storage.digest)
     except CheckpointError as error:
         state = "keyed" if isinstance(error, KeyNeeded) else "damaged"
         return Listed(step, name, path, state, str(error), files=len(files))

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, in which files, and how each file must hash.
+"""The manifest: what a checkpoint holds, in which files, and how each file must hash; its name.
 
 It is written last, so that a checkpoint without one is unfinished, and carries a hash of its own.
 """
@@ -6,30 +6,22 @@ It is written last, so that a checkpoint without one is unfinished, and carries 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.checkpoint import manifest_fields as fields
+import paceline.checkpoint.manifest_fields as fields
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.digests import XXH3, Digest
+from paceline.checkpoint.hashing import XXH3, Digest, FileEntry
 from paceline.errors import CheckpointDamaged, CheckpointError
 from paceline.untrusted import parse_json
 
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 FORMAT = 2
 """1 was a single file a step, made by torch.save (Paceline 0.1)."""
-BLOCK = 4 * 1024 * 1024
-"""Files are hashed in blocks of this many bytes, so that a part of one can be checked alone."""
 _LONGEST_HEAD = 64 * 1024
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A file beside the manifest: its size, and the hash of each block in hexadecimal."""
-
-    size: int
-    hashes: tuple[str, ...]
-    block: int = BLOCK
+_STEP_FOLDER = re.compile(r"step-(\d{9,})")
+_OLD_FILE = re.compile(r"(step-\d+|best)\.pt")
 
 
 @dataclass(frozen=True)
@@ -202,3 +194,19 @@ def _place(file: Any, start: Any, length: Any, where: str) -> tuple[str, int, in
         fields.count(start, f"{where}, start"),
         fields.count(length, f"{where}, length"),
     )
+
+
+def name_of(step: int) -> str:
+    """The name of the folder that holds the checkpoint of ``step``."""
+    return f"step-{step:09d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint a folder of this name holds; ``None`` if it is not one."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match and name == name_of(int(match[1])) else None
+
+
+def is_old(name: str) -> bool:
+    """Whether it is a file of Paceline 0.1, which kept a checkpoint in one."""
+    return _OLD_FILE.fullmatch(name) is not None

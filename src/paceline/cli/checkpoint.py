@@ -112,7 +112,7 @@ def verify(
 
     The exit status is 0 when all is as it was saved, 1 when anything is damaged, 2 for a mistake.
     """
-    from paceline.checkpoint.finding import find_folder
+    from paceline.checkpoint.locate import find_folder
     from paceline.cli.checkpoint_views import show_verdicts, verified
     from paceline.errors import CheckpointError
 
@@ -292,7 +292,7 @@ def import_(
 
     Nothing in SOURCE is executed; what needs code to be loaded is refused, and what it needs said.
     """
-    from paceline.checkpoint.weights.importing import import_weights
+    from paceline.checkpoint.weights.import_weights import import_weights
     from paceline.cli.checkpoint_views import show_import
 
     show_import(import_weights(source, target, part=part, strip=strip, key=key), as_json)
@@ -357,7 +357,7 @@ def _find(
     key: str | None,
 ) -> Checkpoint:
     """The checkpoint that ``--step``, ``--best`` or neither asks for."""
-    from paceline.checkpoint.finding import find_checkpoint
+    from paceline.checkpoint.locate import find_checkpoint
     from paceline.errors import ConfigError
 
     if best and step is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.checkpoint_screen import metrics_text, show_json, show_table, when
 from paceline.cli.screen import echo
-from paceline.track.pace import size
+from paceline.formatting import size
 
 if TYPE_CHECKING:
     from paceline.checkpoint.listing import Listed
@@ -32,7 +32,7 @@ class Snapshots:
 
     def free(self) -> None:
         """Give the memory back."""
-        from paceline.checkpoint.memory.files import free_run
+        from paceline.checkpoint.memory.segment_files import free_run
 
         free_run(self.run, _SHARED_MEMORY)
 
@@ -43,8 +43,8 @@ class Snapshots:
 
 def snapshots_of(where: str, *, follow: bool = False, key: str | None = None) -> list[Snapshots]:
     """The snapshots in shared memory of the run that ``where`` stands for."""
-    from paceline.checkpoint.finding import locate
-    from paceline.checkpoint.memory.files import segments
+    from paceline.checkpoint.locate import locate
+    from paceline.checkpoint.memory.segment_files import segments
 
     place = locate(where, follow=follow, key=key)
     folder = place.folder

@@ -27,7 +27,7 @@ def run_prune(
     as_json: bool,
 ) -> None:
     """Do it, or with ``dry_run`` say what would be done; ``looking`` is what ``locate`` takes."""
-    from paceline.checkpoint.finding import find_folder, locate
+    from paceline.checkpoint.locate import find_folder, locate
     from paceline.checkpoint.pruning import plan_prune, prune
     from paceline.errors import CheckpointError
 
@@ -74,7 +74,7 @@ def _confirmed(plan: PrunePlan, snapshots: list[Snapshots], yes: bool) -> bool:
 def _report(
     plan: PrunePlan, removed: list[str], snapshots: list[Snapshots], as_json: bool, *, done: bool
 ) -> None:
-    from paceline.track.pace import plural, size
+    from paceline.formatting import plural, size
 
     if as_json:
         show_json(

@@ -116,7 +116,7 @@ def when(info: Mapping[str, Any]) -> str:
 
 def metrics_text(info: Mapping[str, Any]) -> str:
     """The metrics that a checkpoint was saved with, in one line."""
-    from paceline.track.pace import number
+    from paceline.formatting import number
 
     metrics = info.get("metrics")
     if not isinstance(metrics, Mapping):

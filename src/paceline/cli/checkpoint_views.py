@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.checkpoint_screen import bar, metrics_text, show_json, show_table, shown, when
 from paceline.cli.screen import echo
-from paceline.track.pace import count, duration, plural, size
+from paceline.formatting import count, duration, plural, size
 from paceline.untrusted import printable
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.blocks import Damage
+    from paceline.checkpoint.block_reader import Damage
     from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.diff import Difference
     from paceline.checkpoint.manifest import Manifest, TensorEntry
@@ -122,7 +122,7 @@ class Verdict:
 
 def verified(checkpoint: Checkpoint) -> Verdict | None:
     """Read every byte of a checkpoint, with a bar; ``None`` if it was deleted meanwhile."""
-    from paceline.checkpoint.manifest import NAME
+    from paceline.checkpoint.manifest import MANIFEST
     from paceline.errors import CheckpointError
 
     started = time.perf_counter()
@@ -133,7 +133,7 @@ def verified(checkpoint: Checkpoint) -> Verdict | None:
         total, was_there = 0, False  # told as a damage
     with bar(f"step {checkpoint.step}", total) as move:
         damages = checkpoint.damages(move)
-    manifest = f"{checkpoint.name}/{NAME}"
+    manifest = f"{checkpoint.name}/{MANIFEST}"
     if damages and was_there and checkpoint.storage.size(manifest) is None:
         echo(f"{shown(checkpoint.path)} was deleted meanwhile", err=True)
         return None

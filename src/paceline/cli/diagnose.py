@@ -35,7 +35,7 @@ def diagnose(
 
         show_json(story.to_json())
         return
-    from paceline.diagnose.story.text import write
+    from paceline.diagnose.story.report import write
 
     for line in write(story, everything=everything, heading=_Heading):
         echo(line, bold=isinstance(line, _Heading))

@@ -65,15 +65,18 @@ def doctor(
 def _examine(
     config: str | None, overrides: list[str], flags: dict[str, str], wait: float, as_json: bool
 ) -> bool:
-    from paceline.doctor.examine import Request, examine
-    from paceline.doctor.judge import judge
+    from paceline.doctor.checks import run_checks
+    from paceline.doctor.examine import examine
+    from paceline.doctor.own_machine import DoctorRequest
     from paceline.doctor.report import is_sound, show, to_json
     from paceline.errors import ConfigError
 
     if not wait > 0:
         raise ConfigError(f"--wait {wait:g}: must be a number of seconds above 0")
-    facts = examine(Request(config, overrides, wait, flags, say=lambda text: echo(text, err=True)))
-    findings = judge(facts)
+    facts = examine(
+        DoctorRequest(config, overrides, wait, flags, say=lambda text: echo(text, err=True))
+    )
+    findings = run_checks(facts)
     if as_json:
         echo_json(to_json(findings, facts))
     else:

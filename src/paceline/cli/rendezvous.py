@@ -34,15 +34,15 @@ def rendezvous(
     found = find_secret(None if reference is None else Secret(reference))
     if (warning := open_to_strangers([Endpoint(host, port)], found)) is not None:
         echo(f"warning: {warning}", err=True)
-    from paceline.launch.stores import LineLost, serve_meeting
+    from paceline.launch.rendezvous.stores import StoreUnreachable, serve_rendezvous
     from paceline.launch.tunnel import Tunnel
 
     ended = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: ended.set())
     try:
-        store = serve_meeting("", port, None if found is None else Tunnel(found))
-    except LineLost as error:
+        store = serve_rendezvous("", port, None if found is None else Tunnel(found))
+    except StoreUnreachable as error:
         raise LaunchError(f"--port {port}: cannot serve there: {error}") from None
     more = f" --secret-file {secret_file}" if secret_file else ""
     echo(f"serving at port {port}: paceline train … --rdzv {host}:{port}{more} on each machine")

@@ -246,8 +246,9 @@ def _run_script(request: _Request) -> None:
     from paceline.cli.train_report import exit_status
     from paceline.config import resolve
     from paceline.diagnose.hangs.oversee import HangOverseer
-    from paceline.launch.local import LocalJob, launch
-    from paceline.launch.policy import Limits
+    from paceline.launch.job import LocalJob
+    from paceline.launch.local import launch
+    from paceline.launch.restart_policy import RestartLimits
     from paceline.launch.run_choice import RunChoice
 
     assert request.script is not None
@@ -270,11 +271,11 @@ def _run_script(request: _Request) -> None:
             command=command,
             nproc=config.launch.nproc,
             log_dir=run.logs,
-            limits=Limits(restarts, config.launch.max_preemptions, config.launch.backoff),
+            limits=RestartLimits(restarts, config.launch.max_preemptions, config.launch.backoff),
             standby=config.launch.standby,
             grace=config.launch.grace,
             # What a script does between two collectives is its own affair: told, not acted upon.
-            overseer=lambda: HangOverseer(action="wait", events_dir=run.path),
+            hang_watcher=lambda: HangOverseer(action="wait", events_dir=run.path),
             **({} if joined is None else joined.job_options()),
         )
         try:
@@ -328,7 +329,7 @@ def _run_config(request: _Request) -> None:
         own = None if joined is None else _own_config(config, stack)
         _launch(config, run, joined, settings, own, resume=request.resume is not None)
         if joined is not None and not joined.is_main:
-            say(f"done; the run is shown on node 0 ({joined.meeting.nodes[0]})")
+            say(f"done; the run is shown on node 0 ({joined.rendezvous.nodes[0]})")
             return
     say_done(config, run, source, resumed=request.resume is not None)
 
@@ -402,8 +403,9 @@ def _launch(
     )
     from paceline.config import code_folders
     from paceline.errors import RankFailed
-    from paceline.launch.local import LocalJob, launch
-    from paceline.launch.policy import Limits
+    from paceline.launch.job import LocalJob
+    from paceline.launch.local import launch
+    from paceline.launch.restart_policy import RestartLimits
     from paceline.track import following
 
     assert isinstance(config.launch.nproc, int)
@@ -421,12 +423,12 @@ def _launch(
         command=["-m", "paceline.trainer.run", str(run), *arguments],
         nproc=config.launch.nproc,
         log_dir=run.logs,
-        limits=Limits(
+        limits=RestartLimits(
             config.launch.max_restarts, config.launch.max_preemptions, config.launch.backoff
         ),
         standby=config.launch.standby,
         grace=config.launch.grace,
-        overseer=None if config.hangs.after is None else lambda: _overseer(config, run),
+        hang_watcher=None if config.hangs.after is None else lambda: _hang_watcher(config, run),
         **more,
     )
     try:
@@ -436,7 +438,7 @@ def _launch(
         ):
             launch(job)
     except (KeyboardInterrupt, SystemExit) as stop:
-        if joined is not None and not joined.meeting.is_closed():
+        if joined is not None and not joined.rendezvous.is_closed():
             say("this machine has left the run; the same command joins it again")
             raise SystemExit(exit_status(stop)) from None
         say_stopped(run, stop, settings)
@@ -452,7 +454,7 @@ def _launch(
         ) from None
 
 
-def _overseer(config: Config, run: RunFolder) -> HangOverseer:
+def _hang_watcher(config: Config, run: RunFolder) -> HangOverseer:
     """Tells hangs to the events, and to the console where no progress bar shows those."""
     from paceline.diagnose.hangs.oversee import HangOverseer, to_stderr
 

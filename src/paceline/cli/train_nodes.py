@@ -25,8 +25,8 @@ from paceline.version import __version__
 if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.launch.logs import LogName
-    from paceline.launch.meeting import Meeting
-    from paceline.launch.members import Run
+    from paceline.launch.rendezvous.membership import RunInfo
+    from paceline.launch.rendezvous.multi_node import MultiNodeRendezvous
 
 _NOT_COMPARED = ("launch.rdzv", "launch.secret", "code")
 """Keys that each machine may spell in its own way."""
@@ -37,7 +37,7 @@ _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 class Joined:
     """This machine's part in a run of several machines."""
 
-    meeting: Meeting
+    rendezvous: MultiNodeRendezvous
     run: RunFolder
     resume: bool
     shared: bool
@@ -47,24 +47,24 @@ class Joined:
     @property
     def is_main(self) -> bool:
         """Whether this machine is node 0, which writes the run's events and shows them."""
-        return self.meeting.node == 0
+        return self.rendezvous.node == 0
 
     def job_options(self, config: Config | None = None) -> dict[str, Any]:
         """What a ``LocalJob`` needs to know of it; ``config`` is ``None`` for a script."""
         options: dict[str, Any] = {
-            "rendezvous": lambda: self.meeting,
-            "host": self.meeting.host,
+            "rendezvous": lambda: self.rendezvous,
+            "host": self.rendezvous.host,
             "env": self.env,
         }
         if config is not None:
-            options["places"] = places_for(config)
+            options["usable_ranks"] = usable_ranks_of(config)
             options["events_dir"] = self.run.path if self.shared or self.is_main else None
         return options
 
     def where(self) -> str:
         """Which node this is, and where to look."""
-        hosts = self.meeting.nodes
-        me = f"node {self.meeting.node} of {len(hosts)} ({self.meeting.host})"
+        hosts = self.rendezvous.nodes
+        me = f"node {self.rendezvous.node} of {len(hosts)} ({self.rendezvous.host})"
         if self.is_main:
             return f"{me}; with {', '.join(hosts[1:])}" if hosts[1:] else f"{me}, so far alone"
         return f"{me}; the run is shown on node 0 ({hosts[0]})"
@@ -89,9 +89,9 @@ class Nodes:
         self.shared = True
         self.is_over: Callable[[], bool] = lambda: False
 
-    def make(self) -> Run:
+    def make(self) -> RunInfo:
         """The run's folder, made here; all machines get to know it."""
-        from paceline.launch.members import Run
+        from paceline.launch.rendezvous.membership import RunInfo
 
         run = RunFolder(Path(os.path.abspath(self._choice.make().path)))
         identity = uuid.uuid4().hex
@@ -100,19 +100,20 @@ class Nodes:
         run.mark(identity, places)
         self._stack.callback(self._unmark, run, identity, places)
         self._save_config(run)
-        return Run(str(run.path), identity, tuple(places), self._choice.resume is not None)
+        return RunInfo(str(run.path), identity, tuple(places), self._choice.resume is not None)
 
-    def take(self, run: Run) -> None:
+    def take(self, run: RunInfo) -> None:
         """Take part in a run that another machine made, in its folder or in one like it.
 
         Nothing is written to a folder that this launcher was not asked to use.
         """
         folder = self._choice.take(run.path)
         places = self._checkpoint_places(folder)
-        if places != list(run.places):
+        if places != list(run.checkpoint_folders):
             raise ConfigError(
-                f"the machines that meet here write checkpoints to {_listed(run.places)}, but this "
-                f"one was asked for {_listed(places)}. Start all of them with the same command."
+                "the machines that meet here write checkpoints to "
+                f"{_listed(run.checkpoint_folders)}, but this one was asked for {_listed(places)}. "
+                "Start all of them with the same command."
             )
         for place in places:
             if not has_mark(place, run.identity):
@@ -182,45 +183,45 @@ def meet(
     env = _quiet_torch()
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from paceline.launch.gathering import RunHooks, Settings
-    from paceline.launch.meeting import Meeting
-    from paceline.launch.news import LogTail
+    from paceline.launch.rendezvous.forwarding import LogTail
+    from paceline.launch.rendezvous.joining import RendezvousSettings, RunHooks
+    from paceline.launch.rendezvous.multi_node import MultiNodeRendezvous
 
     launch = config.launch
     least, most = node_range(launch.nnodes)
     assert launch.rdzv is not None
     assert isinstance(launch.nproc, int)
-    settings = Settings(
-        places=endpoints(launch.rdzv),
-        least=least,
-        most=most,
+    settings = RendezvousSettings(
+        endpoints=endpoints(launch.rdzv),
+        min_nodes=least,
+        max_nodes=most,
         node_timeout=launch.node_timeout,
         rejoin_timeout=launch.rejoin_timeout,
         nproc=launch.nproc,
         asked=asked,
         secret=find_secret(launch.secret),
     )
-    if (warning := open_to_strangers(settings.places, settings.secret)) is not None:
+    if (warning := open_to_strangers(settings.endpoints, settings.secret)) is not None:
         _say(f"warning: {warning}")
-    if len(settings.places) > 1 and 2 * least <= most:
+    if len(settings.endpoints) > 1 and 2 * least <= most:
         _say(
             f"warning: launch.rdzv names a stand-in, and {least} of {most} machines may go on "
             "alone: if the network between them breaks, both sides will. A least number of "
             f"{most // 2 + 1} (--nnodes {most // 2 + 1}:{most}) rules that out."
         )
     hooks = RunHooks(nodes.make, nodes.take, nodes.write, nodes.keep_log, _say)
-    meeting = Meeting(settings, hooks)
-    nodes.is_over = meeting.is_closed
-    stack.callback(meeting.shutdown)
+    rendezvous = MultiNodeRendezvous(settings, hooks)
+    nodes.is_over = rendezvous.is_closed
+    stack.callback(rendezvous.shutdown)
     try:
-        meeting.open()
+        rendezvous.open()
     except RendezvousError as error:
         raise LaunchError(f"the machines could not meet: {error}") from None
     assert nodes.run is not None
-    assert meeting.run is not None
+    assert rendezvous.run is not None
     if not nodes.shared:
-        meeting.mailbox.logs = LogTail(nodes.run.logs, meeting.host)
-    return Joined(meeting, nodes.run, meeting.run.resume, nodes.shared, env)
+        rendezvous.forwarder.logs = LogTail(nodes.run.logs, rendezvous.host)
+    return Joined(rendezvous, nodes.run, rendezvous.run.resume, nodes.shared, env)
 
 
 def asked_of(config: Mapping[str, Any], **more: str) -> dict[str, str]:
@@ -233,20 +234,20 @@ def asked_of(config: Mapping[str, Any], **more: str) -> dict[str, str]:
     return {**flat, "paceline's version": __version__, **more}
 
 
-def places_for(config: Config) -> Callable[[int], int]:
+def usable_ranks_of(config: Config) -> Callable[[int], int]:
     """How many ranks of a world the config's layout uses, by ``launch.shrink``; 0 is: wait."""
     from paceline.layout import Layout
     from paceline.layout.fitting import fit
 
     whole = Layout.parse(config.layout)
 
-    def places(ranks: int) -> int:
+    def usable_ranks(ranks: int) -> int:
         fitted = fit(whole, ranks)
         if fitted is None or (config.launch.shrink == "wait" and fitted != whole):
             return 0
         return fitted.world_size
 
-    return places
+    return usable_ranks
 
 
 def _listed(places: Sequence[str]) -> str:

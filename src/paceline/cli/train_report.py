@@ -10,6 +10,7 @@ from typing import NoReturn
 from paceline.cli.console import say
 from paceline.config import Config
 from paceline.credentials import Secret
+from paceline.events.wording import at_step
 from paceline.launch.run_folder import RunFolder
 from paceline.masking import masked
 from paceline.track.summary import Summary
@@ -62,9 +63,7 @@ def say_stopped(
     ``settings`` are those that it was to go on with, where they are other ones.
     """
     summary = Summary.read(run.path)
-    where = "stopped before the first step"
-    if summary.step is not None:
-        where = f"stopped at step {summary.step.step}"
+    where = f"stopped {at_step(summary.step.step if summary.step else None)}"
     saved = summary.checkpoint
     if saved is None:
         say(f"{where}; nothing had been saved yet")

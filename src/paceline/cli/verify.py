@@ -119,7 +119,7 @@ def _on_own_ranks(config: Config) -> Config:
 
 
 def _list_plants() -> None:
-    from paceline.prove import PLANTS
+    from paceline.prove._planted import PLANTS
 
     for plant in PLANTS.values():
         echo(f"{plant.name:20} {plant.words}")

@@ -1,7 +1,8 @@
-"""Checks of single values, with the messages they give."""
+"""Checks of a loader's arguments, with the messages they give."""
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 from paceline.errors import DataError
@@ -27,3 +28,58 @@ def check_rank(rank: object, size: object) -> None:
         raise DataError(f"size={size} must be 1 or more: it is the number of ranks.")
     if not 0 <= rank < size:
         raise DataError(f"rank={rank} must be from 0 to size-1={size - 1}: ranks count from 0.")
+
+
+def check_seed(seed: Any) -> int:
+    """``seed``, or :class:`DataError` unless it is a whole number."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise DataError(f"seed={seed!r} must be a whole number, like 0.")
+    return seed
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise :class:`DataError` unless each is True, False or ``None``."""
+    for name, value in flags.items():
+        if value is not None and not isinstance(value, bool):
+            raise DataError(f"{name}={value!r} must be True or False.")
+
+
+def check_workers(workers: Any) -> int:
+    """``workers``, or :class:`DataError` unless it is 0 or more."""
+    return whole_number("workers", workers, 0, "number of processes that fetch ahead")
+
+
+def check_stream_workers(workers: int) -> None:
+    """Raise :class:`DataError` where a stream would be read by several workers."""
+    if workers > 1:
+        raise DataError(
+            f"workers={workers}: each worker would read its own copy of the stream, and the order "
+            "would depend on how many there are. A stream may have 0 workers or 1; prefetch inside "
+            "the dataset, or use a dataset with __getitem__ and __len__."
+        )
+
+
+def check_sharded(sharded_by_rank: bool, fixed: tuple[int, int] | None, drop_last: bool) -> None:
+    """Raise :class:`DataError` where ``sharded_by_rank`` does not go with the other arguments."""
+    if sharded_by_rank and fixed is not None and fixed[1] > 1:
+        raise DataError(
+            f"sharded_by_rank=True with rank={fixed[0]}, size={fixed[1]}: ranks that read their "
+            "own streams tell each other how many samples they have, for which they need a world. "
+            "Leave rank and size out."
+        )
+    if sharded_by_rank and drop_last:
+        raise DataError(
+            "drop_last=True with sharded_by_rank: once the shortest stream has ended, every batch "
+            "is short, and all that is left of the others would be dropped. Leave drop_last out: "
+            "ranks whose stream has ended get empty batches until all have."
+        )
+
+
+def length_of(value: Any) -> int | None:
+    """``len(value)`` where it has one."""
+    if not isinstance(value, Sized):
+        return None
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):  # torch's samplers inherit a __len__ that may raise
+        return None

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 import torch
 
-from paceline.data.compare import Comparison
-from paceline.data.origin import check_shares, remember
-from paceline.data.rank_streams import RankStreamSource
-from paceline.data.slices import Cut, Share
-from paceline.data.source import Place, Reader, Source
+from paceline.data.batch_layout import check_shares, remember
+from paceline.data.batch_shares import BatchCut, Share
+from paceline.data.rank_comparison import RankComparison
+from paceline.data.rank_sharded_stream import RankStreamSource
+from paceline.data.sample_source import LoaderPosition, Reader, SampleSource
 from paceline.errors import DataError, UnknownLength
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
@@ -47,19 +47,19 @@ class Loader:
     leaving a ``with`` block ends them.
     """
 
-    def __init__(self, source: Source, sizes: BatchSizes, sharing: Sharing) -> None:
+    def __init__(self, source: SampleSource, sizes: BatchSizes, sharing: Sharing) -> None:
         self._source, self._sizes, self._sharing = source, sizes, sharing
         self._global_batch: int | None = None
         self._recorded_batch: int | None = None
         self._microbatch: int | None = None
         self._layout = sharing.layout
         self._bound: Any = None
-        self._comparison: Comparison | None = None
+        self._comparison: RankComparison | None = None
         self._every_batch = True
         # Nobody waits for others over the first batch: one rank may look at it by itself.
         self._all_ranks_come = False
         self._note: str | None = None
-        self._place = Place()
+        self._place = LoaderPosition()
         self._share = Share(0, 0, 0)
         self._reader: Reader | None = None
         self._turn = 0
@@ -113,7 +113,7 @@ class Loader:
         total = self._recorded_batch or sizes.global_batch
         self._global_batch, self._microbatch = total, sizes.microbatch
         source = self._source
-        source.follow(Cut(total or 1, self._sharing.drop_last, rank, size))
+        source.follow(BatchCut(total or 1, self._sharing.drop_last, rank, size))
         source.follow_device(
             torch.cuda.is_available() if world is None else world.device.type == "cuda"
         )
@@ -121,7 +121,7 @@ class Loader:
             source.layout = layout
         self._comparison = None
         if world is not None and self._sharing.compare and world.backend not in ("none", "fake"):
-            self._comparison = Comparison(world, source, f"loader over {source.described}")
+            self._comparison = RankComparison(world, source, f"loader over {source.described}")
             self._comparison.every_batch = self._every_batch
         source.compares = self._comparison is not None
         if self._bound is None and (world is None or world.is_main):
@@ -342,7 +342,7 @@ class Loader:
         self._turn += 1
         self._reader = None
 
-    def _go_to(self, place: Place) -> None:
+    def _go_to(self, place: LoaderPosition) -> None:
         self._turn += 1
         self._place = place
 

@@ -84,7 +84,7 @@ def next_numbers() -> Numbers:
     )
 
 
-class Stream:
+class RandomStream:
     """Generators that go on from call to call, seeded once: for what is read in sequence.
 
     A stream that shuffles with the process-wide generators so gives the same on every rank,

@@ -31,7 +31,7 @@ class Pulse:
         """Seconds by phase since :meth:`take_spent`."""
         self.longest_step = 0.0
         self.listener: Callable[[str], None] | None = None
-        """Told of each phase that begins, while somebody measures; see ``engine/split.py``."""
+        """Told of each phase that begins, while somebody measures; see engine/step_timing.py."""
         self._step_began: float | None = None
 
     def enter(self, phase: str, *, at: float | None = None) -> str:

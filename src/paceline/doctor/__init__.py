@@ -1,5 +1,5 @@
 """Preflight: what would go wrong with a run, found before it is launched.
 
 Facts are gathered (``facts_*.py``, ``links.py``, ``probe.py``), brought together from all machines
-(``meeting.py``, ``examine.py``), and judged by pure functions (``judge_*.py``).
+(``rendezvous.py``, ``multi_node.py``), and checked by pure functions (``checks_*.py``).
 """

@@ -1,6 +1,6 @@
 """What the doctor knows of the machines of a run: plain data, gathered elsewhere.
 
-Facts travel between machines as JSON. Everything that is judged is judged from these alone.
+Facts travel between machines as JSON. The checks look at these alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SystemLimits:
     """What the system lets the ranks have; ``None`` is no limit, or unknown."""
 
     cores: int
@@ -104,7 +104,7 @@ class Gpus:
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderFacts:
     """A folder (or URL) of the run as one machine finds it."""
 
     key: str
@@ -131,7 +131,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What the config asks of a machine."""
 
     source: str = ""
@@ -155,28 +155,28 @@ class Machine:
 
     name: str
     network: Network
-    limits: Limits
+    limits: SystemLimits
     versions: Versions
     gpus: Gpus = Gpus()
-    folders: tuple[Folder, ...] = ()
+    folders: tuple[FolderFacts, ...] = ()
     model: ModelSize = ModelSize()
-    plan: Plan = Plan()
+    plan: RunPlan = RunPlan()
     peers: tuple[Lookup, ...] = ()
     """The other machines' names, looked up here."""
 
 
-Outcome = Literal["ok", "no answer", "refused", "unreachable", "silent"]
+ConnectOutcome = Literal["ok", "no answer", "refused", "unreachable", "silent"]
 
 
 @dataclass(frozen=True)
-class Link:
+class Connection:
     """A connection that machine ``source`` tried to ``target``, both by name."""
 
     source: str
     target: str
     address: str
     port: int
-    outcome: Outcome
+    outcome: ConnectOutcome
     seconds: float = 0.0
     error: str = ""
     by_gloo: bool = False
@@ -184,7 +184,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockOffset:
     """By how many seconds the clock of ``target`` is ahead of that of ``source``."""
 
     source: str
@@ -194,7 +194,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Seen:
+class FolderSighting:
     """Whether ``reader`` found in a folder what ``writer`` had written there."""
 
     key: str
@@ -216,15 +216,17 @@ class Speed:
     error: str = ""
 
 
-Place = Literal["met", "unresolved", "no answer", "refused", "unreachable", "taken", "too late"]
+RendezvousState = Literal[
+    "met", "unresolved", "no answer", "refused", "unreachable", "taken", "too late"
+]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousFacts:
     """How the machines met. ``came`` are those that did, ``left`` those that were gone later."""
 
     endpoint: str
-    place: Place = "met"
+    place: RendezvousState = "met"
     detail: str = ""
     host: str = ""
     least: int = 2
@@ -237,12 +239,12 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ClusterFacts:
     """All that is known, on every machine the same."""
 
     machines: tuple[Machine, ...]
-    meeting: Meeting | None = None
-    links: tuple[Link, ...] = ()
-    clocks: tuple[Clock, ...] = ()
-    seen: tuple[Seen, ...] = ()
+    meeting: RendezvousFacts | None = None
+    links: tuple[Connection, ...] = ()
+    clocks: tuple[ClockOffset, ...] = ()
+    seen: tuple[FolderSighting, ...] = ()
     speeds: tuple[Speed, ...] = ()

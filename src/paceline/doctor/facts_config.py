@@ -9,13 +9,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.checkpoint.storage.local import is_url
+from paceline.checkpoint.storage.open import is_url
 from paceline.config import Config, count_gpus, load, load_checked
 from paceline.config.endpoints import Endpoint, endpoints
 from paceline.config.fields import node_range
 from paceline.config.overrides import in_users_words
 from paceline.config.resolving import nproc_of, on_gpu, world_of
-from paceline.doctor.facts import Plan
+from paceline.doctor.facts import RunPlan
 from paceline.doctor.facts_folders import Wanted
 from paceline.errors import ConfigError, LayoutError
 from paceline.launch.secret import RunSecret, find_secret
@@ -26,7 +26,7 @@ from paceline.layout import Layout
 class Asked:
     """A config as the doctor needs it; ``config`` is ``None`` where it cannot be read."""
 
-    plan: Plan
+    plan: RunPlan
     config: Config | None
     hash: str
     folders: tuple[Wanted, ...]
@@ -52,7 +52,7 @@ def gather_config(
         with contextlib.suppress(ConfigError):
             config = load(source, overrides)
     if config is None:
-        return Asked(Plan(source=source or "", problems=problems), None, "", (), ())
+        return Asked(RunPlan(source=source or "", problems=problems), None, "", (), ())
     secret: RunSecret | None = None
     if config.launch.rdzv is not None:
         secret = find_secret(config.launch.secret)
@@ -73,12 +73,12 @@ def _places(config: Config) -> tuple[Endpoint, ...]:
         return ()
 
 
-def _plan(source: str, problems: tuple[str, ...], config: Config) -> Plan:
+def _plan(source: str, problems: tuple[str, ...], config: Config) -> RunPlan:
     gpus = count_gpus()
     least, most = node_range(config.launch.nnodes)
     keep = config.checkpoint.keep + (config.checkpoint.keep_best if config.checkpoint.best else 0)
     nproc = nproc_of(config, gpus)
-    return Plan(
+    return RunPlan(
         source=source,
         problems=problems,
         nproc=nproc,

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.storage.local import Storage, open_storage
-from paceline.doctor.facts import SYNC_BYTES, Folder, Seen
+from paceline.checkpoint.storage.open import open_storage
+from paceline.checkpoint.storage.storage import Storage
+from paceline.doctor.facts import SYNC_BYTES, FolderFacts, FolderSighting
 from paceline.errors import PacelineError
 
 _PATIENCE_S = 5.0  # network file systems show a new file a moment later
@@ -41,18 +42,18 @@ class Tokens:
         self._made: list[Path] = []
         self._written: list[tuple[Storage, str]] = []
 
-    def write(self, machine: str) -> tuple[Folder, ...]:
+    def write(self, machine: str) -> tuple[FolderFacts, ...]:
         """Write this machine's file everywhere, and say how that went."""
         return tuple(self._write(one, machine) for one in self.wanted)
 
-    def read(self, reader: str, writers: Sequence[str]) -> list[Seen]:
+    def read(self, reader: str, writers: Sequence[str]) -> list[FolderSighting]:
         """Look for the files of ``writers``, with patience."""
         deadline = time.monotonic() + _PATIENCE_S
         found = []
         for one in self.wanted:
             for writer in writers:
                 ok, error = self._find(one, writer, deadline)
-                found.append(Seen(one.key, writer, reader, ok, error))
+                found.append(FolderSighting(one.key, writer, reader, ok, error))
         return found
 
     def clean_up(self) -> None:
@@ -69,7 +70,7 @@ class Tokens:
                 path.rmdir()
         self._made.clear()
 
-    def _write(self, one: Wanted, machine: str) -> Folder:
+    def _write(self, one: Wanted, machine: str) -> FolderFacts:
         name, free, sync = self._name(machine), None, None
         try:
             storage = self._open(one)
@@ -86,7 +87,7 @@ class Tokens:
             error = ""
         except (PacelineError, OSError) as problem:
             error = str(problem)
-        return Folder(one.key, one.where, one.is_url, one.holds_checkpoints, error, free, sync)
+        return FolderFacts(one.key, one.where, one.is_url, one.holds_checkpoints, error, free, sync)
 
     def _find(self, one: Wanted, writer: str, deadline: float) -> tuple[bool, str]:
         while True:

@@ -7,7 +7,7 @@ import subprocess
 
 from paceline.config import count_gpus
 from paceline.doctor.facts import Gpu, Gpus
-from paceline.doctor.finding import size
+from paceline.formatting import binary_size
 
 _TIMEOUT_S = 10.0
 _MIB = 2**20
@@ -45,7 +45,7 @@ def parse_gpus(
     found = []
     for index, uuid, name, total, free, _, errors in table:
         using = tuple(
-            f"{pid} {program}" + (f" ({size(int(used) * _MIB)})" if used.isdigit() else "")
+            f"{pid} {program}" + (f" ({binary_size(int(used) * _MIB)})" if used.isdigit() else "")
             for gpu, pid, program, used in users
             if gpu == uuid
         )

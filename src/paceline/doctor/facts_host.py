@@ -9,20 +9,20 @@ import resource
 import subprocess
 from pathlib import Path
 
-from paceline.doctor.facts import Limits
+from paceline.doctor.facts import SystemLimits
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = "/dev/shm"
 _GIT_TIMEOUT_S = 5.0
 
 
-def gather_limits() -> Limits:
+def gather_limits() -> SystemLimits:
     """What the system lets processes of this user have here."""
     files, files_hard = (_finite(v) for v in resource.getrlimit(resource.RLIMIT_NOFILE))
     processes, used = _processes()
     shm_total, shm_free = _space(_SHM)
     total, free, group = _memory()
-    return Limits(
+    return SystemLimits(
         cores=usable_cores(),
         threads=_number(os.environ.get("OMP_NUM_THREADS", "")),
         files=files,

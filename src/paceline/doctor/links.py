@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.doctor.facts import Clock, Link, Outcome
+from paceline.doctor.facts import ClockOffset, Connection, ConnectOutcome
 
 CONNECT_TIMEOUT_S = 3.0
 _ROUND_TRIPS = 10
@@ -66,27 +66,27 @@ class Echo:
 
 
 @dataclass(frozen=True)
-class Tried:
+class ConnectResult:
     """How a connection went; ``error`` in the system's words."""
 
-    outcome: Outcome
+    outcome: ConnectOutcome
     seconds: float = 0.0
     error: str = ""
 
 
 def connect(
     address: str, port: int, timeout: float = CONNECT_TIMEOUT_S
-) -> tuple[socket.socket | None, Tried]:
+) -> tuple[socket.socket | None, ConnectResult]:
     """A connection, or ``None`` and why there is none."""
     begin = time.monotonic()
     try:
         connection = socket.create_connection((address, port), timeout=timeout)
     except (OSError, UnicodeError) as error:
-        return None, Tried(outcome_of(error), time.monotonic() - begin, _words(error))
-    return connection, Tried("ok", time.monotonic() - begin)
+        return None, ConnectResult(outcome_of(error), time.monotonic() - begin, _words(error))
+    return connection, ConnectResult("ok", time.monotonic() - begin)
 
 
-def outcome_of(error: Exception) -> Outcome:
+def outcome_of(error: Exception) -> ConnectOutcome:
     """Which kind of failure to connect an error is."""
     if isinstance(error, ConnectionRefusedError):
         return "refused"
@@ -97,18 +97,18 @@ def outcome_of(error: Exception) -> Outcome:
 
 def try_link(
     source: str, target: str, address: str, port: int, *, by_gloo: bool = False
-) -> tuple[Link, Clock | None]:
+) -> tuple[Connection, ClockOffset | None]:
     """Connect to another machine's :class:`Echo` and compare the clocks."""
     connection, tried = connect(address, port)
-    clock: Clock | None = None
+    clock: ClockOffset | None = None
     if connection is not None:
         with connection:
             try:
                 offset, round_trip = _compare_clocks(connection)
-                clock = Clock(source, target, offset, round_trip)
+                clock = ClockOffset(source, target, offset, round_trip)
             except OSError as error:
-                tried = Tried("silent", tried.seconds, _words(error))
-    link = Link(
+                tried = ConnectResult("silent", tried.seconds, _words(error))
+    link = Connection(
         source, target, address, port, tried.outcome, tried.seconds, tried.error, by_gloo=by_gloo
     )
     return link, clock

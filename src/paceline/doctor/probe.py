@@ -24,7 +24,7 @@ _POLL_S = 0.05
 
 
 @dataclass
-class _Running:
+class _RunningJob:
     job: Any
     pid: int
     pipe: int
@@ -37,7 +37,7 @@ def main() -> None:
     # What the user's code prints must not be taken for a result.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    running: dict[int, _Running] = {}
+    running: dict[int, _RunningJob] = {}
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
     _say(results, {"id": None, "result": _hello()})
@@ -48,7 +48,7 @@ def main() -> None:
             _kill(one.pid)
 
 
-def _serve(results: Any, selector: selectors.BaseSelector, running: dict[int, _Running]) -> None:
+def _serve(results: Any, selector: selectors.BaseSelector, running: dict[int, _RunningJob]) -> None:
     pending = b""
     while True:
         for key, _ in selector.select(_POLL_S):
@@ -73,14 +73,14 @@ def _serve(results: Any, selector: selectors.BaseSelector, running: dict[int, _R
                 _finish(results, selector, running, one)
 
 
-def _start(job: dict[str, Any]) -> _Running:
+def _start(job: dict[str, Any]) -> _RunningJob:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read)
         _run(JOBS[job["job"]], job, write)
     os.close(write)
-    return _Running(job, pid, read, time.monotonic() + job["timeout"])
+    return _RunningJob(job, pid, read, time.monotonic() + job["timeout"])
 
 
 def _run(function: Callable[..., Any], job: dict[str, Any], write: int) -> NoReturn:
@@ -99,7 +99,10 @@ def _run(function: Callable[..., Any], job: dict[str, Any], write: int) -> NoRet
 
 
 def _finish(
-    results: Any, selector: selectors.BaseSelector, running: dict[int, _Running], one: _Running
+    results: Any,
+    selector: selectors.BaseSelector,
+    running: dict[int, _RunningJob],
+    one: _RunningJob,
 ) -> None:
     selector.unregister(one.pipe)
     os.close(one.pipe)

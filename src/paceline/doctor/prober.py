@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
-from paceline.launch.guard import Guard, end_groups
+from paceline.launch.process_reaper import ProcessReaper, end_groups
 
 _IMPORT_TIMEOUT_S = 120.0  # torch from a cold network disk
 _SLACK_S = 5.0
@@ -23,7 +23,7 @@ class Prober:
     """Starts the process at once; :attr:`hello` and jobs are waited for when they are needed."""
 
     def __init__(self) -> None:
-        self._guard = Guard()
+        self._guard = ProcessReaper()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "paceline.doctor.probe"],
             stdin=subprocess.PIPE,
@@ -49,9 +49,9 @@ class Prober:
     @property
     def hello(self) -> dict[str, Any]:
         """Versions of torch, CUDA and NCCL; or ``{"error": why there are none}``."""
-        return self._result(self._waiting[None], _IMPORT_TIMEOUT_S)
+        return self.wait_for(self._waiting[None], _IMPORT_TIMEOUT_S)
 
-    def submit(self, job: str, timeout: float, **arguments: Any) -> Job:
+    def submit(self, job: str, timeout: float, **arguments: Any) -> ProbeJob:
         """Ask for a job of :mod:`paceline.doctor.jobs`."""
         number = next(self._ids)
         future: Future[dict[str, Any]] = Future()
@@ -66,7 +66,7 @@ class Prober:
             self._process.stdin.flush()
         except (OSError, ValueError):
             future.cancel()
-        return Job(self, future, timeout)
+        return ProbeJob(self, future, timeout)
 
     def close(self) -> None:
         """End the process and whatever it started."""
@@ -89,7 +89,8 @@ class Prober:
         self._guard.forget([group])
         self._guard.close()
 
-    def _result(self, future: Future[dict[str, Any]], timeout: float) -> dict[str, Any]:
+    def wait_for(self, future: Future[dict[str, Any]], timeout: float) -> dict[str, Any]:
+        """What the process answers; ``{"error": …}`` where it does not."""
         try:
             return future.result(timeout)
         except TooLate:
@@ -117,7 +118,7 @@ class Prober:
                 self._last_words = [*self._last_words[-20:], line.strip()]
 
 
-class Job:
+class ProbeJob:
     """A job under way."""
 
     def __init__(self, prober: Prober, future: Future[dict[str, Any]], timeout: float) -> None:
@@ -127,4 +128,4 @@ class Job:
 
     def result(self) -> dict[str, Any]:
         """What came of it; ``{"error": …}`` where nothing did."""
-        return self._prober._result(self._future, self._timeout + _IMPORT_TIMEOUT_S + _SLACK_S)
+        return self._prober.wait_for(self._future, self._timeout + _IMPORT_TIMEOUT_S + _SLACK_S)

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.doctor.facts import Facts
-from paceline.doctor.finding import Finding, counted, problems
+from paceline.doctor.facts import ClusterFacts
+from paceline.doctor.finding import Finding, problems
+from paceline.formatting import plural
 
 _ROWS_ALIKE = 3
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
@@ -50,7 +51,7 @@ def _folded(findings: Sequence[Finding]) -> list[Finding]:
             rows.append(finding)
         elif finding.check not in told:
             told.add(finding.check)
-            others = counted(alike[finding.check] - 1, "other")
+            others = plural(alike[finding.check] - 1, "other")
             rows.append(replace(finding, found=f"{finding.found} (and {others} well, too)"))
     return rows
 
@@ -60,13 +61,13 @@ def summary(findings: Sequence[Finding]) -> str:
     levels = Counter(finding.level for finding in findings)
     parts = []
     if levels["failed"]:
-        parts.append(counted(levels["failed"], "problem"))
+        parts.append(plural(levels["failed"], "problem"))
     if levels["warning"]:
-        parts.append(counted(levels["warning"], "warning"))
+        parts.append(plural(levels["warning"], "warning"))
     return ", ".join(parts) + ":" if parts else "No problems found."
 
 
-def to_json(findings: Sequence[Finding], facts: Facts) -> str:
+def to_json(findings: Sequence[Finding], facts: ClusterFacts) -> str:
     """Findings, and the facts they were reached from."""
     report = {
         "ok": is_sound(findings),

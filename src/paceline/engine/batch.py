@@ -7,15 +7,14 @@ passed on.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from paceline import nested
 from paceline.data import share
 from paceline.errors import DataError
 
@@ -23,7 +22,7 @@ from paceline.errors import DataError
 def batch_size(batch: Any) -> int:
     """How many samples ``batch`` holds: the common length of dimension 0 of its tensors."""
     sizes: dict[int, str] = {}
-    for path, leaf in _leaves(batch, "batch"):
+    for path, leaf in nested.named_leaves(batch, "batch", is_leaf=_is_leaf):
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             sizes.setdefault(leaf.shape[0], f"{path} has shape {tuple(leaf.shape)}")
     if not sizes:
@@ -102,54 +101,18 @@ def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = Non
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """``batch`` rebuilt with ``change`` applied to its leaves; the containers keep their types."""
-    if not _is_structure(batch):
-        return change(batch)
-    if isinstance(batch, MutableMapping):
-        # A copy keeps what a plain dict would lose (Hugging Face's BatchEncoding, UserDict, ...).
-        result = copy.copy(batch)
-        for key, value in batch.items():
-            result[key] = map_leaves(value, change)
-        return result
-    if isinstance(batch, Mapping):
-        return {key: map_leaves(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        values = [map_leaves(value, change) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
-    if isinstance(batch, list):
-        return [map_leaves(value, change) for value in batch]
-    return dataclasses.replace(
-        batch, **{k: map_leaves(v, change) for k, v in _fields(batch).items()}
-    )
+    return nested.map_leaves(batch, change, is_leaf=_is_leaf, fresh=True)
 
 
-def _leaves(batch: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if not _is_structure(batch):
-        yield path, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _leaves(value, f"{path}[{key!r}]")
-    elif isinstance(batch, tuple | list):
-        for index, value in enumerate(batch):
-            yield from _leaves(value, f"{path}[{index}]")
-    else:
-        for name, value in _fields(batch).items():
-            yield from _leaves(value, f"{path}.{name}")
-
-
-def _is_structure(batch: Any) -> bool:
-    """Whether to look inside: a list or tuple without a tensor in it is one value a sample."""
-    if isinstance(batch, PackedSequence):
-        return False
-    if isinstance(batch, Mapping) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+def _is_leaf(value: Any) -> bool:
+    """Whether not to look inside: a list or tuple without a tensor in it is one value a sample."""
+    if _is_packed(value):
         return True
-    if isinstance(batch, tuple | list):
-        return any(_holds_tensor(value) for value in batch)
-    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+    if not isinstance(value, tuple | list) or hasattr(value, "_fields"):
+        return False
+    found = nested.leaves(list(value), is_leaf=_is_packed)
+    return not any(isinstance(leaf, Tensor) or hasattr(leaf, "to") for leaf in found)
 
 
-def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) or hasattr(leaf, "to") for _, leaf in _leaves(value, ""))
-
-
-def _fields(batch: Any) -> dict[str, Any]:
-    return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)

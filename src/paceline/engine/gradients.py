@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from paceline.parallel.whole import local
+from paceline.torch_internals import multiply_all
 from paceline.world import World
 
 
@@ -45,7 +46,7 @@ class Gradients:
             # One by one, and by a factor of another dtype, this takes a GPU twice as long as it
             # takes to read and write them.
             own = factor.to(device, torch.promote_types(dtype, torch.float32))
-            torch._foreach_mul_(tensors, own)
+            multiply_all(tensors, own)
 
     def norm(self) -> Tensor:
         """The norm of all of them together."""

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from paceline.engine.arguments import check_call
 from paceline.engine.batch import batch_size
 from paceline.errors import DataError, LossError
-from paceline.parallel.device_moves import device_of, moved
+from paceline.parallel.device_map.moves import device_of, moved
 from paceline.parallel.term import Term
 
 LossFunction = Callable[..., Any]

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.parallel.device_plan import readable
+from paceline.nested import leaves
+from paceline.parallel.device_map.plan import readable
+from paceline.torch_internals import TorchDispatchMode, storage_id
 
 STATIC = ("parameters", "gradients", "optimizer", "buffers")
 
@@ -294,18 +295,15 @@ def _storages(tensor: Tensor) -> Iterator[tuple[int, torch.UntypedStorage]]:
             yield from _storages(getattr(tensor, name))
     elif tensor.device.type != "meta":
         storage = tensor.untyped_storage()
-        yield storage._cdata, storage
+        yield storage_id(storage), storage
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _tensors_in(item)
+    for leaf in leaves(value, every_field=True):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, set | frozenset):
+            yield from _tensors_in(list(leaf))
 
 
 def _resident() -> int:

@@ -1,50 +1,121 @@
-"""NaN and Inf: where in a step they came from."""
+"""NaN and Inf: what to do about them, and where in a step they came from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.engine.loss import LossModule
 from paceline.engine.precision import Precision
-from paceline.errors import NonFiniteError
+from paceline.sync.numbers import Numbers, Problem
+from paceline.sync.protocol import StepSync
+from paceline.sync.replica import Replica
 from paceline.world import World, collectives
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What kept a step from updating the parameters.
+class NonFiniteCheck:
+    """Looks at the numbers of each step, and does as ``policy`` says: stop, skip or ignore.
 
-    ``overflow`` marks the ordinary case of fp16: the gradient scaler lowers its scale and goes on.
+    On a GPU that is to ``stop`` they are read while the next step runs: reading them at once would
+    let it run dry.
     """
 
-    what: str  # "loss" or "gradients"
-    detail: str
-    ranks: list[int] = field(default_factory=list)
-    overflow: bool = False
+    def __init__(
+        self, policy: str, replica: Replica, loss: LossModule, precision: Precision
+    ) -> None:
+        self.policy = policy
+        self._replica, self._loss, self._precision = replica, loss, precision
+        # On a GPU: of this step, and of the one before, which nobody has looked at yet.
+        self._latest: _Unread | None = None
+        self._earlier: _Unread | None = None
 
-    def error(self, step: int, *, updated: bool = False, alone: bool = False) -> NonFiniteError:
-        """The exception for a run that stops at ``step``; ``updated`` says it came too late.
+    @property
+    def _looks_later(self) -> bool:
+        """Whether the verdict on a step is read a step later.
 
-        ``alone``: replicas train by themselves, and the others learned of it some steps later.
+        Only where nothing depends on it in between: a run that stops anyway, without a scaler,
+        whose own look at the gradients makes the host wait already.
         """
-        state = "The parameters were not updated."
-        if updated:
-            state = (
-                "It showed after the update, so the parameters are spoilt: go on from a checkpoint."
-            )
-        elif alone:
-            state = "Replicas that train alone hear of each other some steps later: all stop now."
-        return NonFiniteError(
-            f"step {step}: {self.detail}. {state} Look at the data of this step and at the "
-            "learning rate, or pass nonfinite='skip' to leave such steps out.",
-            step=step,
-            what=self.what,
-            ranks=self.ranks,
+        return (
+            self._replica.device.type != "cpu"
+            and self.policy == "stop"
+            and self._precision.scaler is None
         )
+
+    def check(
+        self,
+        numbers: Numbers,
+        local_sums: Tensor,
+        parts: list[tuple[Any, int]],
+        sync: StepSync,
+    ) -> Problem | None:
+        """What is not finite in this step, if anything; raises where the policy is to stop.
+
+        Replicas that train alone learn from each other that they have to stop, some steps later.
+        """
+        self._earlier, self._latest = self._latest, None
+        if self.policy == "ignore":
+            return None
+        if self._looks_later:
+            if not sync.alone:
+                self._latest = _Unread(self._replica.steps_done + 1, numbers, local_sums)
+            return None
+        if sync.alone:
+            return self._problem_alone(numbers, parts)
+        problem = self._problem(numbers, local_sums, parts)
+        if problem is not None and not problem.overflow and self.policy == "stop":
+            for parameter in self._replica.parameters:
+                parameter.grad = None
+            raise problem.error(self._replica.steps_done + 1)
+        return problem
+
+    def look_at_step_before(self) -> None:
+        """Raise if the step before this one was not finite."""
+        unread, self._earlier = self._earlier, None
+        self._look(unread)
+
+    def settle(self) -> None:
+        """Wait for the last step, and raise if it was not finite."""
+        unread, self._latest = self._latest, None
+        self._look(unread)
+
+    def _look(self, unread: _Unread | None) -> None:
+        if unread is not None and not unread.numbers.finite:
+            found = locate(None, [], self._precision, unread.local_sums, self._replica.world)
+            raise found.error(unread.step, updated=True)
+
+    def _problem(
+        self, numbers: Numbers, local_sums: Tensor, parts: list[tuple[Any, int]]
+    ) -> Problem | None:
+        if numbers.finite:
+            return None
+        if math.isfinite(numbers.loss) and self._precision.scaler is not None:
+            return Problem(what="gradients", overflow=True, detail="fp16 gradients overflowed")
+        # Where a forward is a collective, ranks cannot look alone.
+        alone = self._replica.spread.is_plain and not self._replica.has_sync_norm
+        module = self._loss if alone else None
+        return locate(module, parts, self._precision, local_sums, self._replica.world)
+
+    def _problem_alone(self, numbers: Numbers, parts: list[tuple[Any, int]]) -> Problem | None:
+        """What is not finite in this replica's step; one without an item is fine."""
+        total, _, _, *norm = numbers.read()
+        if math.isfinite(total) and all(map(math.isfinite, norm)):
+            return None
+        if math.isfinite(total) and self._precision.scaler is not None:
+            return Problem("gradients", "fp16 gradients overflowed", overflow=True)
+        rank = self._replica.world.rank
+        return locate_alone(self._loss, parts, self._precision, total, rank)
+
+
+class _Unread(NamedTuple):
+    """The numbers of a step that nobody has looked at yet."""
+
+    step: int
+    numbers: Numbers
+    local_sums: Tensor
 
 
 def locate(

@@ -18,8 +18,7 @@ from paceline.data import Loader, Share, from_dataloader
 from paceline.engine.arguments import check_model
 from paceline.engine.batch import batch_size, move, placeholder, split_into
 from paceline.engine.checks import check_optimizer
-from paceline.engine.repoint import Groups
-from paceline.engine.starting import (
+from paceline.engine.initial_weights import (
     check_copies_are_equal,
     check_not_spread,
     make_values,
@@ -27,9 +26,11 @@ from paceline.engine.starting import (
     start_from_one_model,
     start_from_one_optimizer,
 )
+from paceline.engine.optimizer_groups import Groups
 from paceline.errors import DataError, TrainingError
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
+from paceline.nested import map_tensors
 from paceline.options import EngineOptions, Sharding
 from paceline.options.engine import InitialWeights
 from paceline.options.rules import Combination, check_rules
@@ -37,7 +38,6 @@ from paceline.parallel.compose import shard_root, spread
 from paceline.parallel.meta import Init, is_on_meta
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.shard import Sharded
-from paceline.parallel.shard_dtype import map_tensors
 from paceline.world import World
 
 

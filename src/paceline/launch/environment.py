@@ -1,24 +1,38 @@
-"""What a launcher told this process about its place: the torchrun variables, read and checked.
+"""The environment of a rank: the variables that a launcher sets, and how a process reads them.
 
-``RANK`` and ``WORLD_SIZE`` decide: with neither (and no ``LOCAL_RANK``) the process stands alone.
-No torch here, so that a command line can ask the question in a blink.
+They are torchrun's, so that scripts run under either. :func:`read_environment` reads and checks
+them: ``RANK`` and ``WORLD_SIZE`` decide; with neither (and no ``LOCAL_RANK``) the process runs
+alone. :func:`shared_variables` and :func:`rank_variables` are what our launcher sets.
+
+No torch here, so that a command line starts quickly.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import site
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import WorldError
 from paceline.launch.listening import is_loopback
+from paceline.launch.logs import RankLogs
 
 # Any of these says that a launcher started this process. MASTER_ADDR alone does not: it is an
-# address that clusters export everywhere, not a place in a world.
+# address that clusters export everywhere, and says nothing of ranks.
 _MEMBERSHIP = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"
 """How many collectives torch remembers; it looks before the first process group is made."""
 COLLECTIVES_REMEMBERED = 256
+SECRET = "PACELINE_SECRET"
+SECRET_FILE = "PACELINE_SECRET_FILE"
+"""Who may take part in a run, see ``secret.py``: for launchers, never passed on to ranks."""
+LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
+LOG_FILE = "PACELINE_LOG_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where a rank writes the error that ends it; the elastic agent's own name for it."""
 _NEXT_STEP = (
     "Start the script with torchrun or `paceline train --script`, or unset these variables."
 )
@@ -26,7 +40,7 @@ _NEXT_STEP = (
 
 @dataclass(frozen=True)
 class Environment:
-    """The place of one process: its rank among ``size``, its node, and where ranks meet."""
+    """What a process knows of its world: its rank, its node, and the address of the store."""
 
     rank: int
     size: int
@@ -44,7 +58,7 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
-    """The place a launcher gave this process, or ``None`` when no launcher started it.
+    """What a launcher set for this process, or ``None`` when no launcher started it.
 
     A partial or contradictory set raises :class:`~paceline.errors.WorldError` naming the variables.
 
@@ -84,7 +98,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
 
 
 def _rendezvous(env: Mapping[str, str], size: int) -> tuple[str | None, int | None]:
-    """Where ranks meet; a single rank without an address needs no meeting place."""
+    """The address and port of the store; a single rank without an address needs none."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if not missing:
         port = _number(env, "MASTER_PORT", minimum=1)
@@ -143,3 +157,103 @@ def _below(name: str, value: int, limit_name: str, limit: int) -> None:
             f"{name}={value} with {limit_name}={limit}: {name} counts from 0 and must be below "
             f"{limit_name}. {_NEXT_STEP}"
         )
+
+
+# Setting it.
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """The ranks of one node in a world: ``local_size`` of them, from ``first`` on."""
+
+    size: int
+    first: int
+    local_size: int
+    node: int
+    nodes: int
+    """Those that have ranks; others are idle."""
+    address: str
+    port: int
+    restart_count: int
+    max_restarts: int
+    run_id: str
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.first, self.first + self.local_size)
+
+
+def ranks_per_node(nprocs: Sequence[int], used: int) -> list[int]:
+    """How many ranks of each node are below ``used``, where node ``k`` has ``nprocs[k]``."""
+    if not 0 <= used <= sum(nprocs):
+        raise ValueError(f"{used} ranks cannot be used of a world of {sum(nprocs)}.")
+    bases = [sum(nprocs[:node]) for node in range(len(nprocs))]
+    return [max(0, min(nproc, used - base)) for base, nproc in zip(bases, nprocs, strict=True)]
+
+
+def inherited_variables() -> dict[str, str]:
+    """What ranks inherit of the launcher's own environment: all but the secret of the run."""
+    secret = (SECRET, SECRET_FILE)
+    return {name: value for name, value in os.environ.items() if name not in secret}
+
+
+def shared_variables(nproc: int) -> dict[str, str]:
+    """What every one of the ``nproc`` ranks of this machine gets, whatever its rank."""
+    env = {"PYTHONUNBUFFERED": "1"}
+    if FLIGHT_RECORDER not in os.environ:  # here for scripts that make a process group themselves
+        env[FLIGHT_RECORDER] = str(COLLECTIVES_REMEMBERED)
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Each rank would take every core for itself, and all of them would get slower.
+        env["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // nproc))
+    home = str(Path(__file__).parents[2])
+    if home not in (*site.getsitepackages(), site.getusersitepackages()):
+        # Found through a source folder on this process's path: ranks must find it too.
+        env["PYTHONPATH"] = os.pathsep.join(
+            part for part in (os.environ.get("PYTHONPATH", ""), home) if part
+        )
+    return env
+
+
+def loopback_interfaces() -> dict[str, str]:
+    """What has Gloo and NCCL listen on loopback alone: for ranks that are all on this machine.
+
+    Left out is what the user has set. By itself Gloo takes the address of the host's name, and
+    NCCL that of the first interface, where other machines reach them.
+    """
+    if sys.platform != "linux":
+        return {}
+    wanted = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def rank_variables(assignment: RankAssignment, rank: int, logs: RankLogs) -> dict[str, str]:
+    """What a rank gets in addition: its coordinates, the store's address, its files."""
+    return {
+        **(loopback_interfaces() if assignment.nodes == 1 else {}),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(assignment.size),
+        "LOCAL_RANK": str(rank - assignment.first),
+        "LOCAL_WORLD_SIZE": str(assignment.local_size),
+        "GROUP_RANK": str(assignment.node),
+        "GROUP_WORLD_SIZE": str(assignment.nodes),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(assignment.size),
+        "ROLE_NAME": "rank",
+        "MASTER_ADDR": assignment.address,
+        "MASTER_PORT": str(assignment.port),
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(assignment.max_restarts),
+        "TORCHELASTIC_RUN_ID": assignment.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # As torchrun does: a NCCL collective that fails ends its rank instead of leaving it stuck.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ERROR_FILE: str(logs.error_file(rank)),
+        LOG_FILE: str(logs.log(rank).absolute()),
+    }
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

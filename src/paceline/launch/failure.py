@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import RankFailed
-from paceline.launch import codes, policy
+from paceline.launch import error_report, exit_codes, restart_policy
 
 _CHECKPOINT_ERROR = "paceline.errors.CheckpointError"
 _TAIL_LINES = 20
@@ -45,7 +44,7 @@ class RankExit:
     ended_by_agent: bool = False
     types: tuple[str, ...] = ()
     """The qualified names of the exception's class and of its bases; empty unless it raised."""
-    last_words: str = ""
+    context: str = ""
     """Where it was when it raised: its collective, and the peers it knew to have left."""
     from_paceline: bool = False
     """Whether only Paceline's own code led to the error, none of the user's."""
@@ -56,14 +55,14 @@ class RankExit:
 
         A mistake, or a checkpoint that does not fit, cannot be read or cannot be written.
         """
-        told = policy.is_users_mistake(self.types) or _CHECKPOINT_ERROR in self.types
+        told = restart_policy.is_users_mistake(self.types) or _CHECKPOINT_ERROR in self.types
         return self.from_paceline and told
 
     @property
     def reason(self) -> str:
         """One line: the error, the signal or the exit code."""
-        if self.lost_peer and self.last_words:  # which says more than a broken connection does
-            return f"lost a peer {self.last_words.splitlines()[0]}"
+        if self.lost_peer and self.context:  # which says more than a broken connection does
+            return f"lost a peer {self.context.splitlines()[0]}"
         if self.summary:
             return self.summary.splitlines()[0]
         if self.exit_code < 0:
@@ -71,37 +70,6 @@ class RankExit:
             hint = _SIGNAL_HINTS.get(name)
             return f"killed by {name}" + (f": {hint}" if hint else "")
         return f"exited with code {self.exit_code}"
-
-
-@dataclass(frozen=True)
-class ErrorReport:
-    """What a rank that raised has left in its error file."""
-
-    traceback: str
-    summary: str
-    time: float
-    lost_peer: bool
-    types: tuple[str, ...]
-    last_words: str = ""
-    from_paceline: bool = False
-
-
-def read_error(path: Path) -> ErrorReport | None:
-    """The report in an error file; ``None`` when there is none."""
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    message = report["message"]
-    return ErrorReport(
-        traceback=message["extraInfo"]["py_callstack"],
-        summary=message["message"],
-        time=report["time"],
-        lost_peer=report["lost_peer"],
-        types=tuple(report["types"]),
-        last_words=report.get("last_words", ""),
-        from_paceline=report.get("from_paceline", False),
-    )
 
 
 def how_it_ended(
@@ -119,7 +87,7 @@ def how_it_ended(
     ``first_end`` is when the first of the failed ranks ended; ``overdue``: it had to be killed
     because it did not leave after another had failed.
     """
-    error = read_error(error_file)
+    error = error_report.read(error_file)
     if error is not None:
         return RankExit(
             rank=rank,
@@ -130,10 +98,10 @@ def how_it_ended(
             summary=error.summary,
             lost_peer=error.lost_peer,
             types=error.types,
-            last_words=error.last_words,
+            context=error.context,
             from_paceline=error.from_paceline,
         )
-    told_to_end = exit_code in (-signal.SIGTERM, codes.TOLD_TO_LEAVE)
+    told_to_end = exit_code in (-signal.SIGTERM, exit_codes.TOLD_TO_LEAVE)
     chose_to_leave = Path(f"{error_file}.exit").exists()
     return RankExit(
         rank=rank,
@@ -147,17 +115,17 @@ def how_it_ended(
 
 def ending_of(
     exit_: RankExit, *, step: int | None, moved: bool | None, seconds: float
-) -> policy.Ending:
+) -> restart_policy.Ending:
     """What the failure of a rank means for its world, which ran for ``seconds``."""
     name = exit_.types[0] if exit_.types else ""
     # Somebody wanted it to end.
-    interrupted = exit_.exit_code in (codes.INTERRUPTED, -signal.SIGINT)
-    return policy.Ending(
+    interrupted = exit_.exit_code in (exit_codes.INTERRUPTED, -signal.SIGINT)
+    return restart_policy.Ending(
         kind="failure",
         error=exit_.reason,
         step=step,
         raised=name.rpartition(".")[2] if exit_.summary else "",
-        users_mistake=interrupted or policy.is_users_mistake(exit_.types),
+        users_mistake=interrupted or restart_policy.is_users_mistake(exit_.types),
         killed=-exit_.exit_code in _SENT_SIGNALS,
         moved=moved,
         seconds=seconds,
@@ -218,8 +186,8 @@ def explain(
     if first.lost_peer and finished:
         gone = ", ".join(str(rank) for rank in sorted(finished))
         parts.append(f"Already finished by then: rank {gone}. Ranks must leave together.")
-    if first.exit_code < 0 and (others := [e for e in exits if e.lost_peer and e.last_words]):
-        told = "\n".join(f"  rank {e.rank}: {e.last_words}" for e in others)
+    if first.exit_code < 0 and (others := [e for e in exits if e.lost_peer and e.context]):
+        told = "\n".join(f"  rank {e.rank}: {e.context}" for e in others)
         parts.append(f"Where its peers lost it:\n{told}")
     if no_restart:
         parts.append(f"Not started again: {no_restart}.")

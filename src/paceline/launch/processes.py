@@ -1,8 +1,9 @@
-"""The processes of ranks: started cold, or from a process that stands by with torch imported.
+"""The processes of ranks: started cold, or from a standby process that has torch imported already.
 
-Each leads a session of its own, dies with its launcher (see worker.py and guard.py), and is noticed
-the moment it ends. Whatever starts a process here must be called by one thread that lives as long
-as the launch: Linux ends a process "with its parent" when the thread that started it ends.
+Each leads a session of its own, dies with its launcher (see worker.py and process_reaper.py), and
+is noticed the moment it ends. Whatever starts a process here must be called by one thread that
+lives as long as the launch: Linux ends a process "with its parent" when the thread that started it
+ends.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from paceline.launch import guard, worker
-from paceline.launch.secret import SECRET_VARIABLES
+from paceline.launch import process_reaper
+from paceline.launch.environment import LAUNCHER_PID, inherited_variables
 
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 2.0
@@ -68,10 +69,10 @@ class RankProcess:
 
     def kill(self) -> None:
         """Kill it and all it started, now."""
-        guard.signal_groups([self.pid], signal.SIGKILL)
+        process_reaper.signal_groups([self.pid], signal.SIGKILL)
 
     def collect(self) -> None:
-        """Take leave of a process that has ended."""
+        """Reap a process that has ended."""
         self._thread.join()
         self._process.wait()
 
@@ -82,7 +83,7 @@ class RankProcess:
             exited = found.si_code == os.CLD_EXITED
             self.exit_code = found.si_status if exited else -found.si_status
         else:
-            while guard.is_running(self.pid):
+            while process_reaper.is_running(self.pid):
                 time.sleep(_POLL_SECONDS)
             self.exit_code = self._process.wait()
         self.ended = time.time()
@@ -101,14 +102,14 @@ class Starter:
         command: Sequence[str],
         base_env: Mapping[str, str],
         *,
-        keeper: guard.Guard,
+        reaper: process_reaper.ProcessReaper,
         on_end: Callable[[], None],
         inherited: Sequence[int] = (),
     ) -> None:
         self._inherited = inherited
         self._command = list(command)
-        self._base_env = {**base_env, worker.LAUNCHER_PID: str(os.getpid())}
-        self._guard = keeper
+        self._base_env = {**base_env, LAUNCHER_PID: str(os.getpid())}
+        self._reaper = reaper
         self._on_end = on_end
         self._standbys: list[_Standby] = []
         self._due: float | None = None
@@ -116,11 +117,11 @@ class Starter:
 
     def start(self, rank: int, env: Mapping[str, str]) -> RankProcess:
         """Start a rank, from a standby if one is ready."""
-        whole = {**_environment(), **self._base_env, **env}
+        whole = {**inherited_variables(), **self._base_env, **env}
         process = self._from_standby(whole) or _popen(
             self._command, whole, pass_fds=self._inherited
         )
-        self._guard.watch([process.pid])
+        self._reaper.watch([process.pid])
         return RankProcess(rank, process, self._on_end)
 
     def tend_standbys(self, wanted: int, *, moving: Callable[[], bool]) -> None:
@@ -137,9 +138,9 @@ class Starter:
         if self._due is None or now < self._due:
             self._due = now + _STANDBY_AFTER_SECONDS if self._due is None else self._due
         elif moving():
-            env = {**_environment(), **self._base_env}
+            env = {**inherited_variables(), **self._base_env}
             self._standbys.append(_Standby(self._command, env, self._inherited))
-            self._guard.watch([self._standbys[-1].pid])
+            self._reaper.watch([self._standbys[-1].pid])
         else:
             self._due = now + _STANDBY_AFTER_SECONDS
 
@@ -156,7 +157,7 @@ class Starter:
         self._due = None
 
     def close(self) -> None:
-        """Send all standbys home."""
+        """End all standbys."""
         standbys, self._standbys = self._standbys, []
         self._end(standbys)
 
@@ -171,11 +172,11 @@ class Starter:
     def _end(self, standbys: Sequence[_Standby]) -> None:
         for standby in standbys:
             standby.end()
-        self._guard.forget([standby.pid for standby in standbys])
+        self._reaper.forget([standby.pid for standby in standbys])
 
 
 class _Standby:
-    """A process that loads what ranks need, then waits to hear what it shall be."""
+    """A process that imports what ranks need, then waits for the order to become one."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], inherited: Sequence[int]
@@ -187,7 +188,7 @@ class _Standby:
                 ["--standby", str(theirs.fileno()), *command],
                 env,
                 pass_fds=[theirs.fileno(), *inherited],
-                # It has nothing to say before it is a rank, and then a log of its own.
+                # It prints nothing before it is a rank, and then it has a log of its own.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
@@ -225,7 +226,7 @@ class _Standby:
     def end(self) -> None:
         """Kill it: there is nothing in it to save."""
         self._line.close()
-        guard.signal_groups([self.pid], signal.SIGKILL)
+        process_reaper.signal_groups([self.pid], signal.SIGKILL)
         self._process.wait()
 
     def wait(self) -> int:
@@ -250,8 +251,3 @@ def _popen(
         stderr=stderr,
         start_new_session=True,
     )
-
-
-def _environment() -> dict[str, str]:
-    """What ranks get of the launcher's own: all but the secret by which launchers meet."""
-    return {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from paceline import events
+import paceline.events as events
 from paceline.errors import ConfigError, LaunchError
 from paceline.untrusted import (
     MOST_CONFIG_BYTES,

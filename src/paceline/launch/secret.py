@@ -19,11 +19,9 @@ from pathlib import Path
 from paceline.config.endpoints import Endpoint
 from paceline.credentials import Secret
 from paceline.errors import ConfigError
+from paceline.launch.environment import SECRET, SECRET_FILE
 from paceline.launch.listening import is_loopback
 
-VARIABLE = "PACELINE_SECRET"
-FILE_VARIABLE = "PACELINE_SECRET_FILE"
-SECRET_VARIABLES = (VARIABLE, FILE_VARIABLE)
 _LEAST_CHARACTERS = 32
 _MAKE = "Make one with: paceline secret FILE"
 
@@ -64,10 +62,10 @@ def find_secret(named: Secret | None, environ: Mapping[str, str] | None = None) 
     a file that others can read, for one that is not there, and for a secret that could be guessed.
     """
     env = os.environ if environ is None else environ
-    if named is None and env.get(FILE_VARIABLE):
-        named = Secret(f"file:{os.path.abspath(os.path.expanduser(env[FILE_VARIABLE]))}")
-    if named is None and env.get(VARIABLE):
-        return _checked(env[VARIABLE], f"env:{VARIABLE}")
+    if named is None and env.get(SECRET_FILE):
+        named = Secret(f"file:{os.path.abspath(os.path.expanduser(env[SECRET_FILE]))}")
+    if named is None and env.get(SECRET):
+        return _checked(env[SECRET], f"env:{SECRET}")
     return None if named is None else _checked(named.reveal(), str(named))
 
 

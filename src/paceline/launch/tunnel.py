@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.launch.endurance import Endurance, to_stderr
+from paceline.launch.background_errors import BackgroundErrors, to_stderr
 from paceline.launch.listening import listen
 from paceline.launch.loopback import (
     connect_with_key,
@@ -66,7 +66,7 @@ class Tunnel:
         self.secret = secret
         self._keys, self._store_key = keys_of(secret), store_key(secret)
         self._notice, self._told_open = notice, False
-        self._endurance = Endurance("the tunnel between the machines", notice)
+        self._errors = BackgroundErrors("the tunnel between the machines", notice)
         self._loop = asyncio.new_event_loop()
         # Never more than a gate allows to one machine, which may have many ranks.
         self._connecting = asyncio.Semaphore(_CONNECTING_AT_ONCE)
@@ -162,7 +162,7 @@ class Tunnel:
         if door is not None:
             self._close(door)
 
-    def knock(self, host: str, port: int, timeout: float) -> tuple[str, str]:
+    def probe(self, host: str, port: int, timeout: float) -> tuple[str, str]:
         """Whether somebody with our secret is there; our address on the way there, and theirs.
 
         Raises :class:`WrongSecret`, or another ``OSError`` where nobody can be reached.
@@ -170,11 +170,11 @@ class Tunnel:
         for _ in range(_TRIES - 1):
             # One that is ended before it began may have met a flood.
             with contextlib.suppress(_Dropped):
-                return self._knock_once(host, port, timeout)
+                return self._probe_once(host, port, timeout)
             time.sleep(_PAUSE_SECONDS)
-        return self._knock_once(host, port, timeout)
+        return self._probe_once(host, port, timeout)
 
-    def _knock_once(self, host: str, port: int, timeout: float) -> tuple[str, str]:
+    def _probe_once(self, host: str, port: int, timeout: float) -> tuple[str, str]:
         with socket.create_connection((host, port), timeout=timeout) as plain:
             addresses = str(plain.getsockname()[0]), str(plain.getpeername()[0])
             try:
@@ -221,7 +221,7 @@ class Tunnel:
     def _open(
         self, listener: socket.socket, enter: Callable[[socket.socket], Awaitable[_End]]
     ) -> _Door:
-        door = _Door(listener, enter, self._endurance)
+        door = _Door(listener, enter, self._errors)
         self._doors.add(door)
         asyncio.run_coroutine_threadsafe(door.serve(), self._loop)
         return door
@@ -403,11 +403,11 @@ class _Door:
         self,
         listener: socket.socket,
         enter: Callable[[socket.socket], Awaitable[_End]],
-        endurance: Endurance,
+        errors: BackgroundErrors,
     ) -> None:
         listener.setblocking(False)
         self.port = int(listener.getsockname()[1])
-        self._listener, self._enter, self._endurance = listener, enter, endurance
+        self._listener, self._enter, self._errors = listener, enter, errors
         self._entering: dict[asyncio.Task[None], _Guest] = {}
         self._inside: set[_End] = set()
         self._closed = False
@@ -420,7 +420,7 @@ class _Door:
                 connection, _ = await loop.sock_accept(self._listener)
             except OSError as error:
                 if not self._closed:
-                    self._endurance.survived(error, "accepting a connection")
+                    self._errors.report(error, "accepting a connection")
                     await asyncio.sleep(_PAUSE_SECONDS)  # no file descriptor left, say
                 continue
             self._admit(connection)
@@ -481,11 +481,11 @@ class _Door:
                 end = await self._enter(connection)
         except PermissionError as error:
             connection.close()
-            self._endurance.survived(error, "a connection was refused")
+            self._errors.report(error, "a connection was refused")
         except (OSError, asyncio.CancelledError):
             connection.close()  # a stranger's, or one that gave up
         except Exception as error:
             connection.close()
-            self._endurance.survived(error, "a connection was refused")
+            self._errors.report(error, "a connection was refused")
         else:
             self._inside = {one for one in self._inside if not one._lost} | {end}

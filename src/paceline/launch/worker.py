@@ -7,8 +7,8 @@
 Around it: the rank dies with its launcher, both output streams go to one log in the order they
 were written, and an error is recorded with its traceback before the rank leaves.
 
-``--standby FD`` before all that: load what takes long, say so on the socket FD, and wait there for
-the order to become a rank; from then on it is as one that was just started.
+``--standby FD`` before all that: import what takes long, report that on the socket FD, and wait
+there for the order to become a rank; from then on it is like one that was just started.
 """
 
 from __future__ import annotations
@@ -25,37 +25,23 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
-from paceline.errors import LaunchError, PacelineError
-from paceline.launch import codes, last_words, notices
+from paceline.errors import LaunchError
+from paceline.launch import error_report, exit_codes, notices
+from paceline.launch.environment import ERROR_FILE, LAUNCHER_PID, LOG_FILE
 from paceline.launch.rank_output import one_log_for_both_streams
-
-# Set by the launcher, see agent.py.
-LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
-LOG_FILE = "PACELINE_LOG_FILE"
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the agent's own name for it
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_SECONDS = 0.5
 _TRAINER_RUN = "paceline.trainer.run"
 _LOADING_PRIORITY = 10  # "nice": about a tenth of a core that others want as well
-# What a collective says when the other side is gone. Gloo raises plain RuntimeErrors, so their
-# text is all there is to tell them from an error of the rank's own.
-_LOST_PEER_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "gloo/transport/",
-)
 
 
 def main(arguments: list[str]) -> None:
-    """Run one rank, at once or when told to."""
+    """Run one rank, at once or when the launcher says so."""
     if arguments[0] == "--standby":
         arguments = _stand_by(int(arguments[1]), arguments[2:])
     _die_with_launcher()
@@ -68,7 +54,7 @@ def main(arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
     class Handler(ErrorHandler):
-        """Writes what :func:`paceline.launch.failure.read_error` reads."""
+        """Writes what :func:`paceline.launch.error_report.read` reads."""
 
         def record_exception(self, e: BaseException) -> None:
             _write_error(e)
@@ -78,7 +64,7 @@ def main(arguments: list[str]) -> None:
     try:
         record(_run, error_handler=Handler())(arguments)
     except Exception as error:
-        own = _own_frames(error.__traceback__)
+        own = error_report.own_frames(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(own), own)
         sys.exit(1)
     except KeyboardInterrupt:
@@ -90,7 +76,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _stand_by(line_number: int, command: list[str]) -> list[str]:
-    """Be ready to become a rank; the arguments to run it with, once the launcher has sent them."""
+    """Wait to become a rank; returns the arguments that the launcher sends for it."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     _die_with_launcher()
     loading = threading.Thread(target=_load, args=(command,))
@@ -102,12 +88,12 @@ def _stand_by(line_number: int, command: list[str]) -> list[str]:
         if not order.endswith(b"\n"):  # the launcher has no use for this process any more
             os._exit(0)
         line.sendall(b"taken\n")
-    place = json.loads(order)
+    rank = json.loads(order)
     os.environ.clear()
-    os.environ.update(place["env"])
-    if place["cwd"] is not None:
-        os.chdir(place["cwd"])
-    arguments: list[str] = place["arguments"]
+    os.environ.update(rank["env"])
+    if rank["cwd"] is not None:
+        os.chdir(rank["cwd"])
+    arguments: list[str] = rank["arguments"]
     sys.argv[1:] = arguments
     sys.orig_argv[sys.orig_argv.index("--standby") :] = arguments
     return arguments
@@ -161,8 +147,9 @@ def _call(folder: Path) -> None:
         function = cloudpickle.loads((folder / "function.pkl").read_bytes())
     except Exception as error:
         raise LaunchError(
-            f"this rank could not load what the caller sent it ({_summary(error)}). Modules that "
-            "the function, its model or its data come from must be importable here as well."
+            f"this rank could not load what the caller sent it ({error_report.summary_of(error)}). "
+            "Modules that the function, its model or its data come from must be importable here as "
+            "well."
         ) from error
     value = function()
     if os.environ["RANK"] == "0":
@@ -195,30 +182,16 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _write_error(error: BaseException) -> None:
-    """Write the error file that the agent and :mod:`paceline.launch.failure` read."""
-    now = time.time()
-    report = {
-        # The agent's own format…
-        "message": {
-            "message": _summary(error),
-            "extraInfo": {"py_callstack": _traceback(error), "timestamp": str(int(now))},
-        },
-        # … and what it lacks.
-        "time": now,
-        "lost_peer": _says_peer_is_lost(error),
-        "last_words": last_words.collect(),
-        "from_paceline": _is_from_paceline(error),
-        "types": [f"{t.__module__}.{t.__qualname__}" for t in type(error).__mro__],
-    }
     _write_quiet_point()
-    if not _write_whole(os.environ[ERROR_FILE], json.dumps(report)):
-        notices.tell(f"rank {os.environ.get('RANK', '?')} failed: {_summary(error)}")
+    if not error_report.write(os.environ[ERROR_FILE], error):
+        summary = error_report.summary_of(error)
+        notices.tell(f"rank {os.environ.get('RANK', '?')} failed: {summary}")
 
 
 def _note_exit(leaving: SystemExit) -> None:
-    """Tell an exit that the program chose from one that hit it, unless the code says it already."""
-    if leaving.code not in (None, 0, codes.INTERRUPTED, *codes.SAVED_AND_LEFT):
-        _write_whole(f"{os.environ[ERROR_FILE]}.exit", "")
+    """Mark an exit that the program chose, unless its code says so already."""
+    if leaving.code not in (None, 0, exit_codes.INTERRUPTED, *exit_codes.SAVED_AND_LEFT):
+        error_report.write_whole(f"{os.environ[ERROR_FILE]}.exit", "")
 
 
 def _write_quiet_point() -> None:
@@ -228,83 +201,7 @@ def _write_quiet_point() -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    _write_whole(f"{os.environ[ERROR_FILE]}.quiet", str(os.fstat(1).st_size))
-
-
-def _write_whole(path: str, text: str) -> bool:
-    """Write a file that the launcher, which is looking for it, never sees half of.
-
-    Whether that could be done: a disk that is full must not hide why a rank ends.
-    """
-    try:
-        Path(f"{path}.part").write_text(text, encoding="utf-8")
-        os.rename(f"{path}.part", path)
-    except OSError:
-        return False
-    return True
-
-
-def _summary(error: BaseException) -> str:
-    # A syntax error comes with the place, in indented lines before its name.
-    parts = traceback.format_exception_only(error)
-    return "".join(part for part in parts if not part.startswith(" ")).strip()
-
-
-def _traceback(error: BaseException) -> str:
-    shown = error.with_traceback(_own_frames(error.__traceback__))
-    return "".join(traceback.format_exception(shown)).rstrip()
-
-
-def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this file, torch's recorder and runpy at its top."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>")
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file not in ours and not file.endswith("elastic/multiprocessing/errors/__init__.py"):
-            break
-        trace = trace.tb_next
-    return trace
-
-
-def _is_from_paceline(error: BaseException) -> bool:
-    """Whether Paceline raised it, and nobody else's code led there, nor to what caused it.
-
-    Torch and ``contextlib`` may lie in between: they only pass on a call of Paceline's.
-    """
-    if not isinstance(error, PacelineError):
-        return False
-    import torch
-
-    own = f"{Path(__file__).parents[1]}{os.sep}"
-    allowed = (own, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
-    link: BaseException | None = error
-    seen: set[int] = set()
-    while link is not None and id(link) not in seen:
-        frames = traceback.walk_tb(_own_frames(link.__traceback__))
-        files = [frame.f_code.co_filename for frame, _ in frames]
-        if not files or not files[-1].startswith(own):
-            return False
-        if not all(file.startswith(allowed) for file in files):
-            return False
-        seen.add(id(link))
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return True
-
-
-def _says_peer_is_lost(error: BaseException) -> bool:
-    """Whether an error, or one that led to it, only tells that another rank is gone."""
-    from torch.distributed import DistError
-
-    link: BaseException | None = error
-    seen: set[int] = set()
-    while link is not None and id(link) not in seen:
-        if isinstance(link, DistError):
-            return True
-        if isinstance(link, RuntimeError) and any(t in str(link) for t in _LOST_PEER_TEXTS):
-            return True
-        seen.add(id(link))
-        link = link.__cause__ or link.__context__
-    return False
+    error_report.write_whole(f"{os.environ[ERROR_FILE]}.quiet", str(os.fstat(1).st_size))
 
 
 if __name__ == "__main__":

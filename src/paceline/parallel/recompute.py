@@ -23,8 +23,8 @@ from paceline.errors import TrainingError
 from paceline.options import Recompute
 from paceline.options.recompute import BlockRule
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.kept_ops import resolve, selective_contexts
-from paceline.parallel.shard_units import matches
+from paceline.parallel.selective_recompute import resolve, selective_contexts
+from paceline.parallel.shard.units import matches
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 

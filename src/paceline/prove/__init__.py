@@ -2,7 +2,6 @@
 
 from paceline.prove.api import verify, verify_config
 from paceline.prove.cases import Case
-from paceline.prove.plants import PLANTS, Plant
 from paceline.prove.report import Report, Row, Where
 
-__all__ = ["PLANTS", "Case", "Plant", "Report", "Row", "Where", "verify", "verify_config"]
+__all__ = ["Case", "Report", "Row", "Where", "verify", "verify_config"]

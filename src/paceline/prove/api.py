@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,11 +18,13 @@ from paceline.errors import ConfigError, TrainingError
 from paceline.layout import Layout
 from paceline.options import DataOptions
 from paceline.prove.cases import Case, parse_cases
-from paceline.prove.plants import PLANTS, check_plant
 from paceline.prove.prover import Prover, Tell
 from paceline.prove.report import Report
 from paceline.prove.subject import Subject, configured, given
 from paceline.testing.pool import RankPool
+
+if TYPE_CHECKING:
+    from paceline.prove._planted import Plant
 
 CONFIG_BATCH = 32
 """The most samples a step of ``paceline verify`` takes, unless told otherwise."""
@@ -82,7 +84,7 @@ def verify(
         layouts, microbatch=microbatch, global_batch=batch, pipeline=options.get("pipeline")
     )
     clip_norm = options.get("clip_norm")
-    check_plant(plant, cases, clip_norm=clip_norm, global_batch=batch)
+    bug = _find_plant(plant, cases, clip_norm, batch)
     notes = ["compile was off: the proof runs the model as it is"] if options.get("compile") else []
     if options.get("local_steps") is not None:
         options["local_steps"] = None
@@ -96,7 +98,7 @@ def verify(
             Subject(payload, global_batch, seed, steps, precision),
             clip_norm=clip_norm,
             sync_batchnorm=bool(options.get("sync_batchnorm")),
-            plant=plant,
+            plant=bug,
             timeout=timeout,
             tell=tell,
             pool=pool,
@@ -120,7 +122,7 @@ def verify_config(
     own = config.batch.global_batch
     batch = min(own, CONFIG_BATCH) if global_batch is None else global_batch
     _check_numbers(steps=steps, global_batch=batch)
-    if global_batch is None and plant in PLANTS and PLANTS[plant].uneven:
+    if global_batch is None and _needs_uneven_shares(plant):
         batch = max(batch - 1, 1)  # shares of equal size would hide it
     if batch != own:
         notes.append(f"steps of {batch} samples, not the config's {own} (--global-batch)")
@@ -139,7 +141,7 @@ def verify_config(
         pipeline=config.pipeline.options(),
     )
     clip_norm = config.train.clip_norm
-    check_plant(plant, cases, clip_norm=clip_norm, global_batch=batch)
+    bug = _find_plant(plant, cases, clip_norm, batch)
     exact = precision == "fp64"
     with _telling(progress) as tell:
         prover = Prover(
@@ -148,11 +150,32 @@ def verify_config(
             ),
             clip_norm=clip_norm,
             sync_batchnorm=config.train.sync_batchnorm,
-            plant=plant,
+            plant=bug,
             timeout=timeout,
             tell=tell,
         )
         return prover.prove(cases, notes)
+
+
+def _find_plant(
+    name: str | None, cases: Sequence[Case], clip_norm: float | None, global_batch: int
+) -> Plant | None:
+    """The bug to introduce; raises :class:`ConfigError` where it could not show."""
+    if name is None:
+        return None
+    from paceline.prove._planted import check_plant, find_plant
+
+    plant = find_plant(name)
+    check_plant(plant, cases, clip_norm=clip_norm, global_batch=global_batch)
+    return plant
+
+
+def _needs_uneven_shares(plant: str | None) -> bool:
+    if plant is None:
+        return False
+    from paceline.prove._planted import PLANTS
+
+    return plant in PLANTS and PLANTS[plant].uneven
 
 
 def _batch_of(data: Any, global_batch: int | None) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.data.slices import share
+from paceline.data.batch_shares import share
 from paceline.engine.batch import split, split_into
 from paceline.errors import ConfigError, LayoutError, TrainingError
 from paceline.layout import Layout

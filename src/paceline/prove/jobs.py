@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,11 +25,13 @@ from paceline.prove.measure import (
     is_stale,
     sketch,
 )
-from paceline.prove.plants import planted
 from paceline.prove.rehearsal import Facts, Rehearsal
 from paceline.prove.samples import Cut, shuffled
 from paceline.prove.subject import Subject
 from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.prove._planted import Plant
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ALONE = Case(Layout())
@@ -156,11 +160,11 @@ def _noise_of(
 
 
 def run_layout(
-    subject: Subject, case: Case, folder: Path, plant: str | None, floor: float
+    subject: Subject, case: Case, folder: Path, plant: Plant | None, floor: float
 ) -> Outcome:
     """Run this rank's part of a layout and compare each step with the reference in ``folder``."""
     world = World.current()
-    with planted(plant):
+    with contextlib.nullcontext() if plant is None else plant.patch():
         run = Rehearsal(subject, case, world=world)
         outcome = Outcome({}, [], run.facts, {})
         comparison = Comparison(subject.precision)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, LayoutError, PacelineError, RankFailed, TrainingError
 from paceline.prove.cases import Case
@@ -25,11 +25,13 @@ from paceline.prove.evidence import (
 from paceline.prove.hypotheses import explains_loss
 from paceline.prove.jobs import Outcome, Reference, load, run_layout, run_reference
 from paceline.prove.measure import Judge, Place
-from paceline.prove.plants import PLANTS
 from paceline.prove.report import Report, Row, Where
 from paceline.prove.subject import Subject
 from paceline.prove.weights import Weights, find_weights
 from paceline.testing.pool import RankPool
+
+if TYPE_CHECKING:
+    from paceline.prove._planted import Plant
 
 Tell = Callable[[str], None]
 
@@ -51,7 +53,7 @@ class Prover:
         *,
         clip_norm: float | None,
         sync_batchnorm: bool,
-        plant: str | None,
+        plant: Plant | None,
         timeout: float,
         tell: Tell,
         pool: RankPool | None = None,
@@ -89,7 +91,7 @@ class Prover:
             global_batch=max(reference.batch),
             precision=self.subject.precision,
             noise=judge.noise,
-            plant=self.plant,
+            plant=None if self.plant is None else self.plant.name,
             notes=[*notes, *self._notes(reference, judge, cases, rows)],
             seconds=time.monotonic() - started,
         )
@@ -243,7 +245,7 @@ class Prover:
         return first_to_differ(outcomes, judge, []) is None
 
     def _check_plant(self, reference: Reference) -> None:
-        plant = None if self.plant is None else PLANTS[self.plant]
+        plant = self.plant
         if plant is None:
             return
         if plant.ties and not reference.facts.ties:
@@ -291,13 +293,13 @@ class Prover:
         if self.plant is not None:
             rows = [row for row in rows if row.verdict != "refused"]
             missed = [row.layout for row in rows if row.ok]
-            named = all(row.cause == self.plant for row in rows if not row.ok)
+            named = all(row.cause == self.plant.name for row in rows if not row.ok)
             fate = f"NOT caught on {', '.join(missed)}" if missed else "caught on every layout"
             if not named:
                 fate += ", but named otherwise"
             elif len(missed) < len(rows):
                 fate += " and named"
-            notes.append(f"planted {self.plant} ({PLANTS[self.plant].words}): {fate}")
+            notes.append(f"planted {self.plant.name} ({self.plant.words}): {fate}")
         return notes
 
 

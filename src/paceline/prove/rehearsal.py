@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.data import Loader
 from paceline.engine import Engine
+from paceline.engine.internals import internals_of
 from paceline.errors import DataError
 from paceline.prove.cases import Case
 from paceline.prove.measure import Values
@@ -73,7 +74,7 @@ class Rehearsal:
             built.model, optimizer=built.optimizer, loss=built.loss, world=world, **options
         )
         self.built = built
-        self.engine.observer = self._observe
+        internals_of(self.engine).context.observer = self._observe
         self._gradients: dict[str, Tensor] = {}
         self.samples: list[int] = []
         """By step: the samples of the global batch, by the engine's account."""
@@ -115,8 +116,8 @@ class Rehearsal:
     def _cutting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._cut is None else cutting(self._cut)
 
-    def _observe(self, engine: Engine) -> None:
-        whole = engine.whole_gradients()
+    def _observe(self) -> None:
+        whole = self.engine.whole_gradients()
         self._gradients = {n: g.to_dense() if g.is_sparse else g for n, g in whole.items()}
 
     def _values(self, loss: float, norm: float | None) -> Values:

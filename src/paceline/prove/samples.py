@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.engine import passes as passes_module
+from paceline.engine import microbatches
 from paceline.engine.batch import batch_size, map_leaves
 from paceline.errors import DataError
 
@@ -53,7 +53,7 @@ def cutting(cut: Cut) -> contextlib.AbstractContextManager[None]:
         samples = batch_size(batch)
         return [take(batch, samples, indices) for indices in cut(samples)]
 
-    return swapped(passes_module, "split", split)
+    return swapped(microbatches, "split", split)
 
 
 def shuffled(samples: int, seed: int) -> list[int]:

@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from paceline.errors import RankFailed
-from paceline.launch.rank_environment import loopback_interfaces
+from paceline.launch.environment import loopback_interfaces
 from paceline.testing.messages import Job, Outcome
 from paceline.testing.process import LEAK_TAG, LiveRank, RankServer, serve_store
 

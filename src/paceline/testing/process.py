@@ -190,7 +190,7 @@ def serve_store() -> Any:
 
     No race for a free port, and a rank that dies does not take the store along.
     """
-    from paceline.launch.stores import serve
+    from paceline.launch.rendezvous.stores import serve
 
     return serve("127.0.0.1", 0)
 

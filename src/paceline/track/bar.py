@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
 from paceline.track.console import SafeConsole
-from paceline.track.progress import StepView
+from paceline.track.display import StepView
 
 
 class Bar:

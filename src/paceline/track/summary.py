@@ -21,7 +21,8 @@ from paceline.events import (
     WireUsed,
     read,
 )
-from paceline.track.pace import duration, number, plural, rate, size
+from paceline.events.wording import restart_reason
+from paceline.formatting import duration, number, plural, samples_per_second, size
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Summary:
         if self.checkpoint is not None:
             lines.append(f"  checkpoint       {self.checkpoint.path}")
         if self.restarts:
-            reasons = Counter(event.reason.replace("_", " ") for event in self.restarts)
+            reasons = Counter(map(restart_reason, self.restarts))
             told = ", ".join(f"{times} × {reason}" for reason, times in reasons.items())
             lines.append(f"  restarts         {told} (paceline diagnose tells more)")
         return lines
@@ -130,6 +131,6 @@ class Summary:
         verb = {"done": "done", "stopped": "stopped early"}.get(self.finished.reason, "stopped")
         speed = ""
         if self.training_seconds:
-            speed = f", {rate(self.samples / self.training_seconds)} samples/s"
+            speed = f", {samples_per_second(self.samples / self.training_seconds)}"
         steps = plural(self.finished.step, "step")
         return f"{verb}: {steps}, {duration(self.finished.seconds)}{speed}"

@@ -14,7 +14,7 @@ import pickle
 import signal
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.checkpoint.boxes import Box
 from paceline.data import Loader
 from paceline.engine.checks import load_schedule
-from paceline.engine.parts import MODEL, OBJECT, OPTIMIZER
+from paceline.engine.internals import internals_of
+from paceline.engine.rank_state import MODEL, OBJECT, OPTIMIZER
+from paceline.nested import map_tensors
 from paceline.parallel.meta import materialise
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ def leave_share(folder: Path, trainer: Trainer, train: Any) -> None:
         engine, rank = trainer.engine, trainer.engine.world.rank
         if not engine.layout.beyond_dp and rank > 1:
             return  # all of them hold the same, and two are enough
-        state = engine.parts.collect()
+        state = internals_of(engine).rank_state.collect()
         tensors = {
             name: (part.shape, part.dtype, [(p.box, _plain(p.tensor)) for p in part.pieces])
             for name, part in state.tensors.items()
@@ -114,26 +116,16 @@ def _beside(trainer: Trainer, train: Any) -> Left:
 
 def _whole(tree: Any) -> Any:
     """``tree`` with every tensor whole, on the CPU. A collective where there are DTensors."""
-    return _mapped(tree, lambda t: _plain(t.full_tensor() if isinstance(t, DTensor) else t))
+    return map_tensors(tree, lambda t: _plain(t.full_tensor() if isinstance(t, DTensor) else t))
 
 
 def _without_shards(tree: Any) -> Any:
     """``tree`` on the CPU; of a rank's part of a tensor nothing can be made here."""
-    return _mapped(tree, lambda tensor: None if isinstance(tensor, DTensor) else _plain(tensor))
+    return map_tensors(tree, lambda tensor: None if isinstance(tensor, DTensor) else _plain(tensor))
 
 
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone()
-
-
-def _mapped(tree: Any, each: Callable[[Tensor], Any]) -> Any:
-    if isinstance(tree, Tensor):
-        return each(tree)
-    if type(tree) in (list, tuple):
-        return type(tree)(_mapped(child, each) for child in tree)
-    if isinstance(tree, Mapping):
-        return {key: _mapped(child, each) for key, child in tree.items()}
-    return tree
 
 
 def _write(path: Path, value: Any) -> None:

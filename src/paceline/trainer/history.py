@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline import events
+import paceline.events as events
 from paceline.events import (
     EpochDone,
     EvalDone,
@@ -21,6 +21,7 @@ from paceline.events import (
     Straggler,
     WireUsed,
 )
+from paceline.events.wording import at_step
 
 
 @dataclass
@@ -132,7 +133,7 @@ class History:
 def where_stopped(history: History, run_dir: Path | None) -> str:
     """What to tell the person who pressed Ctrl-C."""
     last = history.steps[-1].step if history.steps else 0
-    where = f"stopped at step {last}" if last else "stopped before the first step"
+    where = f"stopped {at_step(last)}"
     if run_dir is None:
         return f"{where}; nothing is saved without a run_dir"
     return f"{where}; go on with fit(..., resume=True) on run_dir={str(run_dir)!r}"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data import Loader
 from paceline.engine import StepResult
-from paceline.engine.late import LAG
 from paceline.errors import LaunchError, NonFiniteError
 from paceline.events import (
     EpochDone,
@@ -20,6 +19,7 @@ from paceline.events import (
     RunStarted,
     StepDone,
 )
+from paceline.sync.late_numbers import LAG
 from paceline.trainer.callbacks import CallbackStates, sign_of, value_of
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
@@ -34,7 +34,7 @@ from paceline.trainer.saved_fields import (
     known_fields,
 )
 from paceline.trainer.saving import Checkpoints, Restored
-from paceline.trainer.splitting import StepSplits
+from paceline.trainer.step_timing import StepSplits
 from paceline.trainer.stopping import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
 from paceline.trainer.wire_notes import starting_notes
 from paceline.trainer.wire_reports import WireReports

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.sharded.saver import Outcome
-from paceline.engine.late import LAG
+from paceline.checkpoint.sharded.async_saver import SaveOutcome
 from paceline.errors import CheckpointError, NotSaved
 from paceline.events import CheckpointFailed, CheckpointSaved, Note
+from paceline.sync.late_numbers import LAG
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.saving import Checkpoints
 from paceline.trainer.stopping import LEAVE, StopRequests
@@ -258,7 +258,7 @@ class Saves:
         self._retry_after = min(2 * self._retry_after, _LONGEST_RETRY_SECONDS)
         self.reporter.emit(CheckpointFailed(step=step, reason=reason, error=error))
 
-    def _hear(self, *, wait: bool) -> list[Outcome]:
+    def _hear(self, *, wait: bool) -> list[SaveOutcome]:
         """As :meth:`tell`, and the callbacks hear of those that are good."""
         ended = self.tell(wait=wait)
         for outcome in ended:
@@ -267,7 +267,7 @@ class Saves:
                 self._each("on_checkpoint", self.trainer, path if "://" in path else Path(path))
         return ended
 
-    def tell(self, *, wait: bool) -> list[Outcome]:
+    def tell(self, *, wait: bool) -> list[SaveOutcome]:
         """Report the saves that ended; with ``wait``, also the one that is being written."""
         if self.checkpoints is None:
             return []

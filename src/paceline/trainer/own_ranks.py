@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.diagnose.hangs.oversee import HangOverseer, to_stderr
 from paceline.events import FILE_NAME
 from paceline.launch import local
-from paceline.launch.policy import Limits
+from paceline.launch.restart_policy import RestartLimits
 from paceline.track import Progress, following
 from paceline.trainer.handover import find, leave_share, leave_whole, take
 from paceline.trainer.history import History, where_stopped
@@ -28,7 +28,7 @@ def fit(
     steps: int | None,
     nproc: int,
     resume: bool,
-    limits: Limits,
+    limits: RestartLimits,
 ) -> History:
     """Train on ``nproc`` new ranks; what the caller has ends up as theirs, however they end."""
     trackers = [*trainer.trackers, *([Progress()] if trainer.progress else [])]
@@ -58,7 +58,7 @@ def fit(
                     events_dir=events_dir,
                     limits=limits,
                     standby=limits.max_restarts > 0,
-                    overseer=lambda: HangOverseer(
+                    hang_watcher=lambda: HangOverseer(
                         action="restart",
                         events_dir=events_dir,
                         say=None if trackers else to_stderr,

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from paceline.events import CheckpointFailed, Event, EventLog, Note, RestoreTried
+from paceline.events.wording import line_of, warns
 from paceline.launch import notices
 from paceline.track import Tracker
-from paceline.track.progress import line_of
 from paceline.trainer.history import History
 
 
@@ -40,7 +40,7 @@ class Reporter:
         lost = self._log is not None and not self._log.write(event)
         # Whoever shows the events of this run cannot read this one there.
         if lost and not self._trackers and (line := line_of(event)) is not None:
-            notices.tell(line)
+            notices.tell(f"warning: {line}" if warns(event) else line)
         for tracker in list(self._trackers):
             self._shielded(tracker, partial(tracker.handle, event))
 
@@ -76,8 +76,5 @@ class Reporter:
 
 def trouble(event: Event) -> str | None:
     """What went wrong with a checkpoint, in a sentence; ``None`` for other events."""
-    if isinstance(event, CheckpointFailed):
-        return f"step {event.step}: NOT saved: {event.error}"
-    if isinstance(event, RestoreTried) and not event.ok and event.step is not None:
-        return f"{event.rung}, step {event.step}, is not used: {event.detail}"
-    return None
+    about_checkpoints = isinstance(event, CheckpointFailed | RestoreTried)
+    return line_of(event) if about_checkpoints and warns(event) else None

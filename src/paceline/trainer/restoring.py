@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
-from paceline.checkpoint.part import Part
-from paceline.checkpoint.sharded.save import load
+from paceline.checkpoint.rank_state import Part
+from paceline.checkpoint.sharded.save_load import load
 from paceline.errors import CheckpointDamaged, CheckpointError, is_damage
 from paceline.world import World, collectives
 

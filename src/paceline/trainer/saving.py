@@ -20,18 +20,19 @@ from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.best import best_info
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.digests import Digest, make_digest
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.ladder import Rung, Tried, climb
+from paceline.checkpoint.hashing import Digest, make_digest
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
-from paceline.checkpoint.memory.recall import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
-from paceline.checkpoint.memory.tier import MemoryTier
-from paceline.checkpoint.part import Part, RankState, whole_part
+from paceline.checkpoint.memory.find import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
+from paceline.checkpoint.memory.snapshots import MemorySnapshots
+from paceline.checkpoint.rank_state import Part, RankState, whole_part
+from paceline.checkpoint.restore_order import RestoreAttempt, RestoreCandidate, restore_newest
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.sharded.saver import Outcome, Saver
+from paceline.checkpoint.sharded.async_saver import AsyncSaver, SaveOutcome
 from paceline.data import Loader
 from paceline.engine import Engine
-from paceline.engine.parts import as_part, empty_for
+from paceline.engine.internals import internals_of
+from paceline.engine.rank_state import as_part, empty_for
 from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError, TrainingError
 from paceline.events import Event, RestoreTried
 from paceline.options import Checkpointing
@@ -117,7 +118,7 @@ class Checkpoints:
         self._held = contextlib.ExitStack()
         self._take_folder()
         best = options.keep_best if options.best is not None else 0
-        self._saver = Saver(
+        self._saver = AsyncSaver(
             self.folder,
             self._world.background_group("checkpoint"),
             Keep(
@@ -128,11 +129,11 @@ class Checkpoints:
                 every=options.keep_every,
             ),
         )
-        self._memory: MemoryTier | None = None  # made when it is first used
+        self._memory: MemorySnapshots | None = None  # made when it is first used
         self._restored_step: int | None = None
         self._identity: str | None = None
         self._begun: list[tuple[str, float]] = []
-        self._done: list[Outcome] = []
+        self._done: list[SaveOutcome] = []
 
     def add(self, name: str, saved: Stateful) -> None:
         """Save something of the trainer's own under ``name``."""
@@ -180,7 +181,7 @@ class Checkpoints:
         self.engine.settle()
         self.begin()
         if self._memory is None:
-            self._memory = MemoryTier(
+            self._memory = MemorySnapshots(
                 self.folder.where,
                 self._world.background_group("memory"),
                 after=self._restored_step,
@@ -203,7 +204,7 @@ class Checkpoints:
         self._done += self._saver.finished()
         return len(self._done) < len(self._begun)
 
-    def finished(self, *, wait: bool = False) -> list[tuple[Outcome, str, float]]:
+    def finished(self, *, wait: bool = False) -> list[tuple[SaveOutcome, str, float]]:
         """The saves that ended since the last call: outcome, reason, seconds the run stood still.
 
         An outcome with an ``error`` is a save that failed, on all ranks alike.
@@ -242,7 +243,7 @@ class Checkpoints:
             self._memory.close()
 
     def _collect(self) -> RankState:
-        state = self.engine.parts.collect()
+        state = internals_of(self.engine).rank_state.collect()
         is_main = self._world.is_main
         for name, saved in self._stateful.items():
             tree, tensors = take_apart(saved.state_dict(), _is_apart)
@@ -278,7 +279,7 @@ class Checkpoints:
         it, and all take the same.
         """
         try:
-            restored = climb(self._rungs(), self._tried, agree=first_problem)
+            restored = restore_newest(self._rungs(), self._tried, agree=first_problem)
         except DoesNotFit as error:
             raise error.reason from None
         if restored is None and (old := self._from_main(self.folder.old_format)):
@@ -292,16 +293,18 @@ class Checkpoints:
             self._restored_step = restored.step
         return restored
 
-    def _rungs(self) -> list[Rung[Restored]]:
+    def _rungs(self) -> list[RestoreCandidate[Restored]]:
         """All there is to go on from; of what is of the same step, the fastest first."""
         rungs = self._memory_rungs()
         # Rank 0 looks: ranks on other machines may not see a new folder yet, and all must agree.
         for step in self._from_main(lambda: [c.step for c in self.folder.checkpoints()])[::-1]:
             found = functools.partial(self.folder.get, step)
-            rungs.append(Rung("checkpoint", step, functools.partial(self._attempt, found)))
+            rungs.append(
+                RestoreCandidate("checkpoint", step, functools.partial(self._attempt, found))
+            )
         return rungs
 
-    def _memory_rungs(self) -> list[Rung[Restored]]:
+    def _memory_rungs(self) -> list[RestoreCandidate[Restored]]:
         if self.options.memory_every is None:
             # Nothing there is read, and once this run has saved, nothing there is of its history.
             self._identity = None
@@ -319,18 +322,20 @@ class Checkpoints:
         except CheckpointError as error:  # no shared memory here, on any rank alike
             held, problems = [], [str(error)]
         for problem in problems or ([] if held else ["there is no snapshot"]):
-            self._tried(Tried(OWN_MEMORY, None, False, problem, 0.0))
-        rungs: list[Rung[Restored]] = []
+            self._tried(RestoreAttempt(OWN_MEMORY, None, False, problem, 0.0))
+        rungs: list[RestoreCandidate[Restored]] = []
         for one in held:
             own = functools.partial(self._attempt, functools.partial(one.open, copies=False))
-            rungs.append(Rung(OWN_MEMORY, one.step, own))
+            rungs.append(RestoreCandidate(OWN_MEMORY, one.step, own))
             if one.has_copies:
                 rungs.append(
-                    Rung(PARTNER_MEMORY, one.step, functools.partial(self._attempt, one.open))
+                    RestoreCandidate(
+                        PARTNER_MEMORY, one.step, functools.partial(self._attempt, one.open)
+                    )
                 )
         return rungs
 
-    def _tried(self, tried: Tried) -> None:
+    def _tried(self, tried: RestoreAttempt) -> None:
         self._report(RestoreTried(**dataclasses.asdict(tried)))
 
     def _warn(self, event: Event) -> None:
@@ -340,18 +345,19 @@ class Checkpoints:
 
     def _attempt(self, find: Callable[[], Checkpoint]) -> Restored:
         """Take over one checkpoint; raises CheckpointDamaged, on all ranks, if it is not whole."""
-        checkpoint = find()
+        checkpoint, inside = find(), internals_of(self.engine)
         try:
             opened = together(lambda: Opened(checkpoint, self._wanted))
             load = functools.partial(fill, self._world, checkpoint)
-            self.engine.parts.take(opened, load)
+            inside.rank_state.take(opened, load)
             self._restore_objects(opened, load)
         except CheckpointDamaged:
             raise
         except CheckpointError as error:
             raise DoesNotFit(error) from error
         finally:
-            if isinstance(checkpoint, MemoryCheckpoint) and self.engine.after_spreading is None:
+            loaded = inside.replica.after_spreading is None
+            if isinstance(checkpoint, MemoryCheckpoint) and loaded:
                 checkpoint.close()
         own = f"{_RANDOM}{self._world.rank}"
         has_random = opened.manifest.info.get("world_size") == self._world.size

@@ -21,9 +21,9 @@ from paceline.engine.checks import check_rules_match
 from paceline.engine.loss import LossFunction
 from paceline.errors import CheckpointError, DataError, TrainingError
 from paceline.events import FILE_NAME, Note
-from paceline.launch.capacity import check_nproc
 from paceline.launch.environment import read_environment
-from paceline.launch.policy import Limits
+from paceline.launch.job import check_nproc
+from paceline.launch.restart_policy import RestartLimits
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
 from paceline.options import (
@@ -327,7 +327,7 @@ class Trainer:
                 steps=steps,
                 nproc=nproc,
                 resume=resume,
-                limits=Limits(max_restarts=max_restarts),
+                limits=RestartLimits(max_restarts=max_restarts),
             )
         world = World.init(timeout=self.timeout)
         if nproc is not None and nproc != world.size:

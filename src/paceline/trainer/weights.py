@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.checkpoint.best import Mode
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.finding import Which, find_checkpoint
+from paceline.checkpoint.locate import Which, find_checkpoint
 from paceline.checkpoint.weights.export import aliases_of, extra_of
 from paceline.engine import Engine
-from paceline.engine.parts import MODEL, as_part
-from paceline.engine.parts import OBJECT as ENGINE
+from paceline.engine.internals import internals_of
+from paceline.engine.rank_state import MODEL, as_part
+from paceline.engine.rank_state import OBJECT as ENGINE
 from paceline.errors import CheckpointError, TrainingError
 from paceline.trainer.restoring import Opened, fill, together
 
@@ -64,7 +65,7 @@ def load_weights(
         checkpoint = together(find)
         opened = together(lambda: Opened(checkpoint, lambda name: name == ENGINE))
         load = functools.partial(fill, model.world, checkpoint)
-        model.parts.take(opened, load, weights_only=True, strict=strict)
+        internals_of(model).rank_state.take(opened, load, weights_only=True, strict=strict)
     else:
         checkpoint = find()
         _load(_unwrapped(model), checkpoint, strict)

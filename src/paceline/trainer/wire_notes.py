@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paceline.engine import Engine
 from paceline.events import Note
+from paceline.formatting import plural
 from paceline.options import Compression, LocalSteps
-from paceline.track.pace import plural
 
 
 def starting_notes(engine: Engine, last_step: int | None) -> list[Note]:

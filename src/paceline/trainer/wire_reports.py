@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.engine import Engine
-from paceline.engine.traffic import LeftAlone, Traffic, left_alone, sent_in
+from paceline.engine.internals import internals_of
 from paceline.events import Event, Note, WireUsed
-from paceline.track.pace import plural, size
+from paceline.formatting import plural, size
+from paceline.sync.traffic import LeftAlone, Traffic, left_alone
 from paceline.world import collectives
 
 EVERY = 50
@@ -23,6 +24,7 @@ class WireReports:
 
     def __init__(self, engine: Engine, report: Callable[[Event], None]) -> None:
         self._engine, self._report = engine, report
+        self._inside = internals_of(engine)
         self._told_at: int | None = None
         self._told = Traffic(0, 0)
         self._looked_at_a_step = False
@@ -31,12 +33,12 @@ class WireReports:
         """``step`` is done, and nothing else since."""
         if self._told_at is None:
             self._told_at = step - 1
-        what = sent_in(self._engine, step)
+        what = self._inside.sync.sent_in(step)
         if what == "gradients" and not self._looked_at_a_step:
             self._looked_at_a_step = True
             self._tell_what_is_left_alone()
         # A report is of one kind of steps: the last one before another kind ends it.
-        is_last = what != sent_in(self._engine, step + 1)
+        is_last = what != self._inside.sync.sent_in(step + 1)
         if (is_last or step - self._told_at >= EVERY) and not self._engine.in_round:
             self.finish()
 
@@ -46,7 +48,7 @@ class WireReports:
         if now is None or self._told_at in (None, step) or self._engine.world.size == 1:
             return
         assert self._told_at is not None
-        what = sent_in(self._engine, step)
+        what = self._inside.sync.sent_in(step)
         if what is None:  # steps before the first round, of which nothing is counted
             self._told_at, self._told = step, now
             return
@@ -69,7 +71,8 @@ class WireReports:
         if now is None or self._engine.world.size == 1:
             return
         new = Traffic(now.sent - self._told.sent, now.plain - self._told.plain)
-        message = left_alone_note(*left_alone(self._engine), new)
+        found, total = left_alone(self._inside.sync.averaging, self._inside.replica)
+        message = left_alone_note(found, total, new)
         if message is not None:
             self._report(Note(message=message))
 

@@ -15,9 +15,8 @@ from paceline.diagnose.hangs import flight
 from paceline.diagnose.hangs.watch import Member, Watch
 from paceline.diagnose.pulse import Pulse
 from paceline.errors import WorldError
-from paceline.launch.environment import Environment
+from paceline.launch.environment import Environment, loopback_interfaces
 from paceline.launch.listening import is_loopback, listen
-from paceline.launch.rank_environment import loopback_interfaces
 from paceline.world import objects
 from paceline.world.sealing import sealed
 

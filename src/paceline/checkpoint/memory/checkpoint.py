@@ -12,26 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.checkpoint import Checkpoint, memory_of
-from paceline.checkpoint.digests import XXH3, Digest
-from paceline.checkpoint.hashing import BlockHasher
-from paceline.checkpoint.manifest import Manifest, ObjectEntry
-from paceline.checkpoint.memory.files import fetched_path
-from paceline.checkpoint.memory.nodes import Nodes
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.hashing import XXH3, BlockHasher, Digest
+from paceline.checkpoint.manifest import Manifest, ObjectEntry, name_of
+from paceline.checkpoint.memory.nodes import MemoryNodes
 from paceline.checkpoint.memory.open_files import OpenFiles
-from paceline.checkpoint.memory.recall_plan import Blocks, Transfer, needed, transfers
-from paceline.checkpoint.names import name_of
-from paceline.checkpoint.part import Part
-from paceline.checkpoint.sharded import meeting
-from paceline.checkpoint.sharded.save import load
-from paceline.checkpoint.storage.local import explained
+from paceline.checkpoint.memory.segment_files import fetched_path
+from paceline.checkpoint.memory.transfer_plan import Blocks, Transfer, needed, transfers
+from paceline.checkpoint.rank_state import Part
+from paceline.checkpoint.sharded import agreement
+from paceline.checkpoint.sharded.save_load import load
+from paceline.checkpoint.storage.os_errors import explained
+from paceline.checkpoint.tensor_bytes import memory_of
 from paceline.errors import CheckpointError
 
 _OBJECTS = "objects.bin"
 
 
 @dataclass(frozen=True)
-class Source:
+class FileSource:
     """Where the bytes of a file are: the nodes that hold it, and its path if this one does."""
 
     nodes: tuple[int, ...]
@@ -49,11 +48,11 @@ class MemoryCheckpoint(Checkpoint):
         self,
         manifest: Manifest,
         objects: Mapping[str, bytes],
-        sources: Mapping[str, Source],
+        sources: Mapping[str, FileSource],
         *,
         rung: str,
         folder: Path,
-        nodes: Nodes,
+        nodes: MemoryNodes,
         digest: Digest = XXH3,
     ) -> None:
         self._files = OpenFiles(f"memory:{folder}", digest)
@@ -81,7 +80,7 @@ class MemoryCheckpoint(Checkpoint):
         self._files.add_bytes(f"{self.name}/{_OBJECTS}", bytes(together))
 
     def load(self, parts: Mapping[str, Part]) -> None:
-        """Fill the memory of ``parts``, as :func:`save.load` does. Called by all ranks."""
+        """Fill the memory of ``parts``, as :func:`save_load.load` does. Called by all ranks."""
         self.bring(parts)
         load(self, parts, self._nodes.group)
 
@@ -93,7 +92,7 @@ class MemoryCheckpoint(Checkpoint):
             had = self._fetched.get(file, frozenset())
             if self._sources[file].path is None and blocks - had:
                 wanted[file] = blocks | had
-        met = meeting.gather((wanted, secrets.token_hex(4)), nodes.group)
+        met = agreement.all_gather((wanted, secrets.token_hex(4)), nodes.group)
         holders = {file: source.nodes for file, source in self._sources.items()}
         plan = transfers([theirs for theirs, _ in met], nodes.ranks, holders, files)
         paths = {
@@ -101,30 +100,30 @@ class MemoryCheckpoint(Checkpoint):
             for one in plan
             if one.target in nodes.ranks[nodes.here]
         }
-        arriving = _Arriving({f: (path, files[f].size) for f, path in paths.items()})
+        arriving = _FetchedFiles({f: (path, files[f].size) for f, path in paths.items()})
         try:
-            meeting.agree(self._move(plan, arriving), nodes.group)
+            agreement.raise_on_all(self._move(plan, arriving), nodes.group)
             problem = None
             try:
                 for file, path in paths.items():
                     self._files.add(f"{self.name}/{file}", path, files[file].size)
             except CheckpointError as error:
                 problem = str(error)
-            meeting.agree(problem, nodes.group)
+            agreement.raise_on_all(problem, nodes.group)
         finally:
             arriving.unlink()  # who has it open keeps it; nothing stays behind whatever happens
         for rank in nodes.ranks[nodes.here]:
             for file, blocks in met[rank][0].items():
                 self._fetched[file] = self._fetched.get(file, frozenset()) | blocks
 
-    def _move(self, plan: Sequence[Transfer], arriving: _Arriving) -> str | None:
+    def _move(self, plan: Sequence[Transfer], arriving: _FetchedFiles) -> str | None:
         """Send and receive as planned, to the end whatever happens, so that nobody waits for us."""
         rank, problem = self._nodes.rank, None
         for one in plan:
             if rank not in (one.source, one.target):
                 continue
             data = torch.empty(one.end - one.start, dtype=torch.uint8)
-            with meeting.answered("bringing a snapshot from another node"):
+            with agreement.explained_timeout("bringing a snapshot from another node"):
                 try:
                     if rank == one.source:
                         self._read(one, data)
@@ -146,7 +145,7 @@ class MemoryCheckpoint(Checkpoint):
         self._files.close()
 
 
-class _Arriving:
+class _FetchedFiles:
     """Files in this node's memory that this rank fills with what others send."""
 
     def __init__(self, places: Mapping[str, tuple[Path, int]]) -> None:

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.checkpoint.sharded import meeting
-from paceline.checkpoint.storage.local import explained
+from paceline.checkpoint.sharded import agreement
+from paceline.checkpoint.storage.os_errors import explained
 from paceline.errors import CheckpointError
 
 _BOOT = "/proc/sys/kernel/random/boot_id"
 
 
 @dataclass(frozen=True)
-class Nodes:
+class MemoryNodes:
     """The ranks on each node, and which of them this is."""
 
     ranks: list[list[int]]
@@ -45,9 +45,9 @@ class Nodes:
         return ranks[job % len(ranks)] == self.rank
 
 
-def meet(
+def find_nodes(
     root: str | os.PathLike[str], group: dist.ProcessGroup | None, problem: str | None = None
-) -> Nodes:
+) -> MemoryNodes:
     """Find out who shares the memory at ``root``. A collective.
 
     Raises ``CheckpointError`` on every rank where one has a ``problem`` or no such memory.
@@ -57,10 +57,10 @@ def meet(
         memory = _memory_id(Path(root))
     except CheckpointError as error:
         problem = problem or str(error)
-    met = meeting.gather((memory, problem), group)
-    if (found := meeting.named([theirs for _, theirs in met])) is not None:
+    met = agreement.all_gather((memory, problem), group)
+    if (found := agreement.joined_problems([theirs for _, theirs in met])) is not None:
         raise CheckpointError(found)
-    return Nodes(_together([memory for memory, _ in met]), meeting.rank_in(group), group)
+    return MemoryNodes(_together([memory for memory, _ in met]), agreement.group_rank(group), group)
 
 
 def partners(nodes: Sequence[Sequence[int]]) -> list[int | None]:

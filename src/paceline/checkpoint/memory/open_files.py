@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.checkpoint.digests import XXH3, Digest
-from paceline.checkpoint.memory.private import open_private
-from paceline.checkpoint.storage.local import ReadableFile, Storage, explained
+from paceline.checkpoint.hashing import XXH3, Digest
+from paceline.checkpoint.memory.private_files import open_private
+from paceline.checkpoint.storage.os_errors import explained
+from paceline.checkpoint.storage.storage import ReadableFile, Storage
 from paceline.errors import CheckpointError
 
 

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from paceline.checkpoint import boxes
-from paceline.checkpoint.blocks import BlockReader, Target
-from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.checkpoint import Checkpoint, memory_of
-from paceline.checkpoint.manifest import BLOCK, Stored
-from paceline.checkpoint.sharded.plans import flat
-from paceline.checkpoint.sharded.together import travelling
+from paceline.checkpoint.block_reader import BlockReader, Target
+from paceline.checkpoint.boxes import Box, overlap
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.hashing import BLOCK
+from paceline.checkpoint.manifest import Stored
+from paceline.checkpoint.sharded.dcp_errors import sendable_errors
+from paceline.checkpoint.tensor_bytes import flat, memory_of
 
 _WINDOW = 8 * BLOCK
 """What cannot be read to where it belongs is read this much at a time, and copied from there."""
@@ -75,7 +75,7 @@ class PartsReader(StorageReader):
         future.set_result(None)
         return future
 
-    @travelling
+    @sendable_errors
     @torch.no_grad()
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         targets = [planner.resolve_tensor(item) for item in items]
@@ -203,7 +203,7 @@ def _met(window: Box, wanted: Sequence[_Wanted]) -> list[_Wanted]:
     """What of ``wanted`` lies in ``window``."""
     met = []
     for one in wanted:
-        common = boxes.overlap(window, one.box)
+        common = overlap(window, one.box)
         if common is not None:
             met.append(_Wanted(common, one.into[common.within(one.box).slices()]))
     return met

@@ -19,20 +19,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.blocks import file_damages
+from paceline.checkpoint.block_reader import file_damages
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.checkpoint import Checkpoint, memory_of
-from paceline.checkpoint.hashing import BlockHasher, hashed
-from paceline.checkpoint.manifest import FileEntry, Manifest, ObjectEntry, Stored, TensorEntry
-from paceline.checkpoint.sharded.plans import Tensors, aligned, box_of, bytes_of, flat
-from paceline.checkpoint.sharded.together import travelling
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.hashing import BlockHasher, FileEntry, hashed
+from paceline.checkpoint.manifest import MANIFEST, Manifest, ObjectEntry, Stored, TensorEntry
+from paceline.checkpoint.sharded.dcp_errors import sendable_errors
+from paceline.checkpoint.sharded.save_plan import Tensors, aligned, box_of, bytes_of
 from paceline.checkpoint.storage.local import LocalStorage
+from paceline.checkpoint.tensor_bytes import flat, memory_of
 from paceline.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """What a rank tells of its file: its entry in the manifest, and what it holds.
 
     Boxes are given as name, offset, shape, start and length; objects as name, start and length.
@@ -76,7 +76,7 @@ class StateWriter(StorageWriter):
         """As it is."""
         return plan
 
-    @travelling
+    @sendable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder and give each rank the name of its file."""
         try:
@@ -103,7 +103,7 @@ class StateWriter(StorageWriter):
         future.set_result(self._write(plan, planner) if plan.items else [])
         return future
 
-    @travelling
+    @sendable_errors
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         file: str = plan.storage_data
         path = f"{self._checkpoint.name}/{file}"
@@ -113,7 +113,7 @@ class StateWriter(StorageWriter):
         self._storage.create(path, hashed(_chunks(placed, planner), hasher))
         entry = hasher.digests()
         self._check_written(path, entry)
-        written = Written(entry, [], [])
+        written = WrittenFile(entry, [], [])
         for item, start in placed:
             name, length = item.index.fqn, bytes_of(item)
             if item.tensor_data is None:
@@ -160,19 +160,19 @@ class StateWriter(StorageWriter):
                 "disk, its driver or the memory is at fault. Earlier checkpoints are untouched."
             )
 
-    @travelling
+    @sendable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: write the manifest, then delete what belongs to none."""
         written = {r.index.fqn: r.storage_data for by_rank in results for r in by_rank}
         made = make_manifest(self._step, self._info, metadata.planner_data, written)
         folder = self._checkpoint.name
         self._check_lock()
-        self._storage.replace(f"{folder}/{manifests.NAME}", made.to_bytes(self._storage.digest))
+        self._storage.replace(f"{folder}/{MANIFEST}", made.to_bytes(self._storage.digest))
         metadata.planner_data, metadata.storage_data = None, made.size  # all ranks are told
         # From here on it is saved, whatever happens.
         with suppress(CheckpointError):
             for name in self._storage.names(folder):
-                if name != manifests.NAME and name not in made.files:
+                if name != MANIFEST and name not in made.files:
                     self._storage.delete(f"{folder}/{name}")
 
     def abandon(self) -> None:
@@ -182,7 +182,7 @@ class StateWriter(StorageWriter):
         folder = self._checkpoint.name
         with suppress(CheckpointError):  # why the save failed is what is told
             if self._has_manifest():
-                known = self._storage.read_bytes(f"{folder}/{manifests.NAME}")
+                known = self._storage.read_bytes(f"{folder}/{MANIFEST}")
                 if self._token.encode() in known:
                     return
             found = self._storage.names(folder)
@@ -193,7 +193,7 @@ class StateWriter(StorageWriter):
                 self._storage.delete_folder(folder)
 
     def _has_manifest(self) -> bool:
-        return self._storage.size(f"{self._checkpoint.name}/{manifests.NAME}") is not None
+        return self._storage.size(f"{self._checkpoint.name}/{MANIFEST}") is not None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -202,7 +202,7 @@ class StateWriter(StorageWriter):
 
 
 def make_manifest(
-    step: int, info: dict[str, Any], tensors: Tensors, written: Mapping[str, Written]
+    step: int, info: dict[str, Any], tensors: Tensors, written: Mapping[str, WrittenFile]
 ) -> Manifest:
     """All tensors that the ranks know, and what they have ``written``, by the names of files."""
     made = Manifest(step, info)

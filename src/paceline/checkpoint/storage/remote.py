@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
-from paceline.checkpoint.storage.local import ReadableFile, Storage
+from paceline.checkpoint.storage.storage import ReadableFile, Storage
 from paceline.credentials import Secret, references, revealed, secret_values, without
 from paceline.errors import CheckpointError, MissingExtra, StorageError
 from paceline.masking import masked

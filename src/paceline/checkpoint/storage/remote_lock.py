@@ -10,10 +10,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from paceline.checkpoint.storage.local import Storage
-from paceline.checkpoint.storage.locking import (
+from paceline.checkpoint.storage.lock_holder import (
     BEAT_S,
-    NAME,
+    LOCK_FILE,
     FolderLock,
     holder_text,
     identity,
@@ -21,6 +20,7 @@ from paceline.checkpoint.storage.locking import (
     is_dead,
     parse,
 )
+from paceline.checkpoint.storage.storage import Storage
 from paceline.errors import CheckpointError, StorageError
 
 _PATIENCE = 3  # beats that a holder may miss before it is taken for dead
@@ -41,9 +41,9 @@ class RemoteLock(FolderLock):
         self._lost: str | None = None
         self._ended = threading.Event()
         self._turn = threading.Lock()
-        if not storage.put_new(NAME, self._text()):
+        if not storage.put_new(LOCK_FILE, self._text()):
             self._outwait()
-            storage.replace(NAME, self._text())
+            storage.replace(LOCK_FILE, self._text())
             time.sleep(min(1.0, beat_s / 4))  # another may have waited just as long
         if not self._is_mine(holder := self._read()):
             raise CheckpointError(in_use(storage.where, holder))
@@ -69,7 +69,7 @@ class RemoteLock(FolderLock):
         self._thread.join()
         with suppress(StorageError):  # then it goes stale, and the next run takes it over
             if self._is_mine(self._read()):
-                self.storage.delete(NAME)
+                self.storage.delete(LOCK_FILE)
 
     def _outwait(self) -> None:
         """Return when the holder turns out to be gone; raise when it is alive."""
@@ -94,20 +94,20 @@ class RemoteLock(FolderLock):
                 if self._lost:
                     return
                 self._me["beat"] += 1
-                self.storage.replace(NAME, self._text())
+                self.storage.replace(LOCK_FILE, self._text())
 
     def _look(self) -> None:
         """Note whether it was taken over; in turns, so that a half-written one is never read."""
         if not self._is_mine(holder := self._read()):
-            self._lost = holder_text(holder) if holder else f"{NAME} was deleted"
+            self._lost = holder_text(holder) if holder else f"{LOCK_FILE} was deleted"
 
     def _text(self) -> bytes:
         return json.dumps(self._me).encode()
 
     def _read(self) -> dict[str, Any] | None:
-        if self.storage.size(NAME) is None:
+        if self.storage.size(LOCK_FILE) is None:
             return None
-        return parse(self.storage.read_bytes(NAME))
+        return parse(self.storage.read_bytes(LOCK_FILE))
 
     def _is_mine(self, holder: dict[str, Any] | None) -> bool:
         return holder is not None and holder.get("token") == self._me["token"]

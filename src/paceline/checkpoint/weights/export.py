@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.checkpoint import Checkpoint, dtype_of
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.tensor_bytes import dtype_of
 from paceline.checkpoint.weights.export_config import hf_config
 from paceline.checkpoint.weights.export_files import (
     INDEX,

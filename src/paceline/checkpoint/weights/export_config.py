@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.finding import read_run_config
+from paceline.checkpoint.locate import read_run_config
 from paceline.checkpoint.storage.local import LocalStorage
 from paceline.errors import CheckpointError
 from paceline.untrusted import MIB, parse_json, read_text

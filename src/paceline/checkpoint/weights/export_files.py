@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.checkpoint import memory_of
-from paceline.checkpoint.storage.local import explained
+from paceline.checkpoint.storage.os_errors import explained
+from paceline.checkpoint.tensor_bytes import memory_of
 from paceline.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"

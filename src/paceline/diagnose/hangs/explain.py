@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 from paceline.diagnose.hangs.mismatch import Mismatch, words
@@ -18,6 +17,7 @@ from paceline.diagnose.hangs.report import (
 )
 from paceline.diagnose.hangs.stacks import spot
 from paceline.diagnose.hangs.waits import Meeting, Waits
+from paceline.formatting import ranks_text
 
 _NATIVE = "is in native code that does not give Python's interpreter back"
 _DOING = {
@@ -30,20 +30,6 @@ _DOING = {
     "collective": "waits",
     "message": "waits for a message",
 }
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 1 and 2``, ``ranks 0 to 7``."""
-    ranks = sorted(ranks)
-    if not ranks:
-        return "no rank"
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and all(b == a + 1 for a, b in itertools.pairwise(ranks)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    if len(ranks) > 12:
-        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:8]))}, …)"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def meeting_text(meeting: Meeting) -> str:
@@ -174,11 +160,6 @@ def last_words(last: Sequence[Call], neighbours: Sequence[Report]) -> str:
         parts.append(f"in {calls}")
     parts += [f"rank {r.rank} {doing(r)}" for r in neighbours if r.state in (LEFT, GONE, STOPPED)]
     return "; ".join(parts)
-
-
-def over_text(seconds: float) -> str:
-    """A hang ended by itself."""
-    return f"the run moves again, after {seconds:.0f} s"
 
 
 def _numbered(call: Call | None, number: int) -> str:

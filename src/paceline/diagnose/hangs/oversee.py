@@ -1,8 +1,8 @@
 """The launcher's part in the watch over its ranks: leads it, and speaks for ranks that cannot.
 
-Made for :class:`paceline.launch.overseer.Overseer`. On every machine a thread answers for the
-machine's silent ranks; on the first one it also leads: looks at all ranks, judges, and tells the
-console and the run's events. What is to be done about a hang is decided here by the clock alone
+Made for :class:`paceline.launch.hang_watcher.HangWatcher`. On every machine a thread answers for
+the machine's silent ranks; on the first one it also leads: looks at all ranks, judges, and tells
+the console and the run's events. What is to be done about a hang is decided here by the clock alone
 (see ``coordinator.is_due``) and done by the launcher's agent.
 """
 
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from paceline.events import Event, HangFound, HangOver, append
-from paceline.launch.endurance import Endurance
-from paceline.launch.overseer import Started, Stuck
+from paceline.events.wording import moving_again
+from paceline.launch.background_errors import BackgroundErrors
+from paceline.launch.hang_watcher import DetectedHang, StartedRanks
 from paceline.untrusted import printable
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ class HangOverseer:
         say: Callable[[str], None] | None = to_stderr,
     ) -> None:
         self._action, self._events_dir, self._say = action, events_dir, say
-        self._stuck: Stuck | None = None
+        self._stuck: DetectedHang | None = None
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def started(self, world: Started) -> None:
+    def started(self, world: StartedRanks) -> None:
         """The ranks have been started: begin to watch them."""
         self._stuck = None
         self._end = threading.Event()
@@ -66,7 +67,7 @@ class HangOverseer:
         )
         self._thread.start()
 
-    def look(self) -> Stuck | None:
+    def look(self) -> DetectedHang | None:
         """Whether the ranks are stuck, for so long that something must be done."""
         return self._stuck
 
@@ -79,7 +80,6 @@ class HangOverseer:
 
     def tell(self, news: Finding | Over) -> None:
         """Pass on what was found, or that it is over."""
-        from paceline.diagnose.hangs.explain import over_text
         from paceline.diagnose.hangs.verdict import Finding
 
         event: Event
@@ -96,7 +96,7 @@ class HangOverseer:
             text = news.detail
         else:
             event = HangOver(step=news.step, seconds=news.seconds)
-            text = over_text(news.seconds)
+            text = moving_again(news.seconds)
         if self._events_dir is not None:
             append(self._events_dir, event)  # a full disk may be why the run stands still
         if self._say is not None:
@@ -106,7 +106,7 @@ class HangOverseer:
     def act_on(self, finding: Finding) -> None:
         """Have the agent do something about it; it asks by :meth:`look`."""
         if self._action != "wait":
-            self._stuck = Stuck(
+            self._stuck = DetectedHang(
                 action=self._action,
                 summary=finding.summary,
                 ranks=list(finding.ranks),
@@ -117,12 +117,12 @@ class HangOverseer:
 class _Overseeing:
     """The thread that watches one world."""
 
-    def __init__(self, overseer: HangOverseer, world: Started, end: threading.Event) -> None:
+    def __init__(self, overseer: HangOverseer, world: StartedRanks, end: threading.Event) -> None:
         self._overseer, self._world, self._end = overseer, world, end
         self._asked_at = 0
         self._question = 0
         self._ticks = 0
-        self._endurance = Endurance("the watch for hangs")
+        self._errors = BackgroundErrors("the watch for hangs")
 
     def run(self) -> None:
         """Until the ranks have ended, or their store has."""
@@ -137,12 +137,12 @@ class _Overseeing:
             while not self._end.wait(_TICK_SECONDS):
                 self._ticks += 1
                 if leads:
-                    with self._endurance.turn(but=(BoardGone,)):
+                    with self._errors.reported(but=(BoardGone,)):
                         board.show_lead(0, self._ticks)
                         coordinator.tick()
                         if (finding := coordinator.due()) is not None:
                             self._overseer.act_on(finding)
-                with self._endurance.turn(but=(BoardGone,)):
+                with self._errors.reported(but=(BoardGone,)):
                     self._speak_for_silent_ranks(board)
         except BoardGone:
             return

@@ -26,8 +26,9 @@ from paceline.diagnose.hangs.coordinator import Coordinator, Over
 from paceline.diagnose.hangs.report import Beat, Call, GroupKey, Report
 from paceline.diagnose.hangs.verdict import Finding
 from paceline.diagnose.pulse import OUTSIDE, PHASES, Pulse
-from paceline.launch import last_words
-from paceline.launch.endurance import Endurance
+from paceline.events.wording import moving_again
+from paceline.launch import error_report
+from paceline.launch.background_errors import BackgroundErrors
 from paceline.untrusted import printable
 
 AFTER_VARIABLE = "PACELINE_HANG_AFTER"
@@ -93,13 +94,13 @@ class Watch:
         except BoardGone:
             return  # nobody to tell
         self._thread.start()
-        last_words.add(self.last_words)
+        error_report.add_context(self.last_words)
 
     def stop(self) -> None:
         """Tell the others that this rank leaves, and end. A forked child has no thread to end."""
         if self._pid != os.getpid():
             return
-        last_words.remove(self.last_words)
+        error_report.remove_context(self.last_words)
         self._end.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
@@ -123,10 +124,10 @@ class Watch:
         return explain.last_words(last, lost)
 
     def _run(self) -> None:
-        board, endurance = self._board, Endurance("the watch over this rank")
+        board, errors = self._board, BackgroundErrors("the watch over this rank")
         try:
             while not self._end.wait(interval(self._after)):
-                with endurance.turn(but=(BoardGone,)):
+                with errors.reported(but=(BoardGone,)):
                     self._tick(board)
             board.post_beat(self._beat(left=True))
         except BoardGone:
@@ -251,7 +252,7 @@ class _Lead:
                 return
             try:
                 board = Board(member.address, member.port)
-                with Endurance("the watch over this rank").turn(but=(BoardGone,)):
+                with BackgroundErrors("the watch over this rank").reported(but=(BoardGone,)):
                     stand_in.answer_for_neighbours(
                         board, question, range(member.size), stand_in.sibling
                     )
@@ -262,5 +263,5 @@ class _Lead:
 
 
 def _print(news: Finding | Over) -> None:
-    text = news.detail if isinstance(news, Finding) else explain.over_text(news.seconds)
+    text = news.detail if isinstance(news, Finding) else moving_again(news.seconds)
     print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)

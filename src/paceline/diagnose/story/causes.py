@@ -9,16 +9,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.diagnose.story.evidence import Evidence, LogEvidence
-from paceline.diagnose.story.rules import SIGNALS, Rule, hang_advice, rule_for
-from paceline.diagnose.story.samples import samples_of
-from paceline.diagnose.story.worlds import Fault
-from paceline.events import Event, NonFinite, RunStarted, StepDone
-from paceline.track.pace import duration, number
+from paceline.diagnose.story.attempts import RunFault
+from paceline.diagnose.story.error_rules import SIGNALS, ErrorRule, hang_advice, rule_for
+from paceline.diagnose.story.rank_logs import LogEvidence, LogSource
+from paceline.events import Event, RunStarted, StepDone
+from paceline.events.wording import after_step, at_step, nonfinite_text, rank_on_host
+from paceline.formatting import duration, number
 
 
 @dataclass(frozen=True)
-class Cause:
+class RootCause:
     """What went wrong, for a person: ``text`` says it, ``advice`` is the next step.
 
     ``certain`` is false where ``text`` is a guess. ``shown`` are the lines that tell.
@@ -36,7 +36,9 @@ class Cause:
     shown: str = ""
 
 
-def explain(fault: Fault, evidence: Evidence, events: Sequence[Event], times: int = 1) -> Cause:
+def explain(
+    fault: RunFault, evidence: LogSource, events: Sequence[Event], times: int = 1
+) -> RootCause:
     """The cause of a fault that came ``times`` times at the same step with the same error."""
     found = None if fault.rank is None else evidence.of(fault.attempt, fault.rank, fault.log)
     if fault.kind == "hang":
@@ -52,15 +54,15 @@ def explain(fault: Fault, evidence: Evidence, events: Sequence[Event], times: in
     return _failure(fault, found, evidence, events, times)
 
 
-def failed_text(fault: Fault, log: LogEvidence | None = None) -> str:
+def failed_text(fault: RunFault, log: LogEvidence | None = None) -> str:
     """Who failed, when and how, without why: ``rank 1 on a was killed by SIGKILL after step 5``."""
     who = _who(fault)
     if fault.signal:
-        return f"{who} was killed by {fault.signal} {_when(fault)}"
+        return f"{who} was killed by {fault.signal} {after_step(fault.step)}"
     error = fault.error or (log.error if log else "")
     if not error:
-        return f"{who} failed {_when(fault)}"
-    return f"{who} failed {_when(fault)}: {error.rstrip('.')}"
+        return f"{who} failed {after_step(fault.step)}"
+    return f"{who} failed {after_step(fault.step)}: {error.rstrip('.')}"
 
 
 def sentence(text: str) -> str:
@@ -70,17 +72,16 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}{end}"
 
 
-def _who(fault: Fault) -> str:
-    rank = "a rank" if fault.rank is None else f"rank {fault.rank}"
-    return f"{rank} on {fault.host}" if fault.host else rank
+def _who(fault: RunFault) -> str:
+    if fault.rank is not None:
+        return rank_on_host(fault.rank, fault.host)
+    return f"a rank on {fault.host}" if fault.host else "a rank"
 
 
-def _when(fault: Fault) -> str:
-    return f"after step {fault.step}" if fault.step else "before the first step"
-
-
-def _cause(fault: Fault, log: LogEvidence | None, kind: str, text: str, advice: str) -> Cause:
-    return Cause(
+def _cause(
+    fault: RunFault, log: LogEvidence | None, kind: str, text: str, advice: str
+) -> RootCause:
+    return RootCause(
         kind=kind,
         text=text,
         advice=advice,
@@ -97,12 +98,12 @@ def _cause(fault: Fault, log: LogEvidence | None, kind: str, text: str, advice: 
 
 
 def _failure(
-    fault: Fault,
+    fault: RunFault,
     log: LogEvidence | None,
-    evidence: Evidence,
+    evidence: LogSource,
     events: Sequence[Event],
     times: int,
-) -> Cause:
+) -> RootCause:
     rule, certain, log = _rule_and_log(fault, log, evidence)
     told = sentence(failed_text(fault, log))
     if fault.hang is not None:  # what was seen between the ranks says more than how one died of it
@@ -131,8 +132,8 @@ def _failure(
 
 
 def _rule_and_log(
-    fault: Fault, log: LogEvidence | None, evidence: Evidence
-) -> tuple[Rule | None, bool, LogEvidence | None]:
+    fault: RunFault, log: LogEvidence | None, evidence: LogSource
+) -> tuple[ErrorRule | None, bool, LogEvidence | None]:
     """The rule that explains a failure, whether it is sure, and the log that shows it."""
     first = _rule_in(fault.error, log)
     if first is not None and first[0].kind not in ("lost_peer", "timeout"):
@@ -146,7 +147,7 @@ def _rule_and_log(
     return (first[0], first[1], log) if first is not None else (None, False, log)
 
 
-def _rule_in(error: str, log: LogEvidence | None) -> tuple[Rule, bool] | None:
+def _rule_in(error: str, log: LogEvidence | None) -> tuple[ErrorRule, bool] | None:
     """A rule for an error, certain; or for what the log says besides, which is a guess."""
     traceback = log.error if log else ""
     for text in (error, traceback):
@@ -157,7 +158,7 @@ def _rule_in(error: str, log: LogEvidence | None) -> tuple[Rule, bool] | None:
     return None if rule is None else (rule, False)
 
 
-def _without_rule(fault: Fault, log: LogEvidence | None) -> tuple[str, str, str, bool]:
+def _without_rule(fault: RunFault, log: LogEvidence | None) -> tuple[str, str, str, bool]:
     """Kind, meaning, advice and certainty of a failure that no rule knows."""
     if fault.signal:
         there = f" on {fault.host}" if fault.host else " on its machine"
@@ -176,7 +177,7 @@ def _without_rule(fault: Fault, log: LogEvidence | None) -> tuple[str, str, str,
     return "error", "", "read the last lines of its log", True
 
 
-def _first_sign(fault: Fault, rule: Rule | None) -> str:
+def _first_sign(fault: RunFault, rule: ErrorRule | None) -> str:
     """A checkpoint that could not be written shortly before, where it is of the same kind."""
     unsaved = fault.unsaved
     if unsaved is None or rule is None or rule_for(unsaved.error) is not rule:
@@ -184,27 +185,28 @@ def _first_sign(fault: Fault, rule: Rule | None) -> str:
     return f"The first sign was the checkpoint of step {unsaved.step}, which was not saved."
 
 
-def _guess(cause: Cause) -> Cause:
+def _guess(cause: RootCause) -> RootCause:
     return replace(cause, certain=False)
 
 
 # Everything else.
 
 
-def _hang(fault: Fault, log: LogEvidence | None) -> Cause:
+def _hang(fault: RunFault, log: LogEvidence | None) -> RootCause:
     hang = fault.hang
     if hang is None:
-        text = sentence(f"the run stood still {_when(fault)}: {fault.error}")
+        text = sentence(f"the run stood still {after_step(fault.step)}: {fault.error}")
         return _cause(fault, log, "hang", text, hang_advice(fault.error))
-    text = f"the run stood still {_when(fault)}, for {duration(hang.seconds)}: {hang.summary}"
+    stood = f"the run stood still {after_step(fault.step)}, for {duration(hang.seconds)}"
+    text = f"{stood}: {hang.summary}"
     cause = _cause(fault, log, "hang", sentence(text), hang_advice(hang.what))
     return replace(cause, shown=hang.detail)
 
 
-def _nonfinite(fault: Fault, log: LogEvidence | None, events: Sequence[Event]) -> Cause:
+def _nonfinite(fault: RunFault, log: LogEvidence | None, events: Sequence[Event]) -> RootCause:
     event = fault.nonfinite
     assert event is not None
-    text = [sentence(f"{_nonfinite_text(event)} stopped the run")]
+    text = [sentence(f"{nonfinite_text(event, at_step(event.step))} stopped the run")]
     started = [e for e in events if isinstance(e, RunStarted)]
     losses = _losses_before(events, event.step)
     data = f"the samples of step {event.step}{samples_of(events, event.step)}"
@@ -227,13 +229,6 @@ def _nonfinite(fault: Fault, log: LogEvidence | None, events: Sequence[Event]) -
 _CLIP = "train.clip_norm"
 
 
-def _nonfinite_text(event: NonFinite) -> str:
-    ranks = ", ".join(map(str, event.ranks))
-    word = "rank" if len(event.ranks) == 1 else "ranks"
-    where = f" on {word} {ranks}" if ranks else ""
-    return f"NaN or Inf in the {event.what} at step {event.step}{where}"
-
-
 def _losses_before(events: Sequence[Event], step: int) -> list[float]:
     """The finite losses of the last steps before ``step``."""
     losses = {e.step: e.loss for e in events if isinstance(e, StepDone) and e.step < step}
@@ -248,11 +243,11 @@ def _rise(losses: Sequence[float]) -> str:
     return f"from {number(low)} to {number(last)}" if last > 2 * abs(low) else ""
 
 
-def _lost_node(fault: Fault) -> Cause:
+def _lost_node(fault: RunFault) -> RootCause:
     where = f"node {fault.host}" if fault.host else "a node"
     rank = "" if fault.rank is None else f" (its first rank was {fault.rank})"
     text = (
-        f"{sentence(f'{where} gave no sign of life any more {_when(fault)}{rank}')} "
+        f"{sentence(f'{where} gave no sign of life any more {after_step(fault.step)}{rank}')} "
         "Probably the machine went down or its network was cut."
     )
     if not fault.host and fault.error:
@@ -264,8 +259,8 @@ def _lost_node(fault: Fault) -> Cause:
     return _guess(_cause(fault, None, "node_lost", text, advice))
 
 
-def _cut_off(fault: Fault, evidence: Evidence) -> Cause:
-    text = f"the record ends {_when(fault)}, without an end"
+def _cut_off(fault: RunFault, evidence: LogSource) -> RootCause:
+    text = f"the record ends {after_step(fault.step)}, without an end"
     for log in evidence.of_all(fault.attempt):
         found = _rule_in("", log)
         if found is not None and found[0].kind not in ("lost_peer", "timeout"):
@@ -287,6 +282,30 @@ _AS_ASKED = {
 }
 
 
-def _as_asked(fault: Fault) -> Cause:
-    text = sentence(_AS_ASKED[fault.kind].format(when=_when(fault)))
+def _as_asked(fault: RunFault) -> RootCause:
+    text = sentence(_AS_ASKED[fault.kind].format(when=after_step(fault.step)))
     return _cause(fault, None, fault.kind, text, "nothing is wrong")
+
+
+def samples_of(events: Sequence[Event], step: int) -> str:
+    """`` (positions 64 to 71 in the order of epoch 1)``: the samples of a step; empty if unknown.
+
+    Known where the record holds all steps of the epoch before it. Positions count from 0.
+    """
+    started = [e for e in events if isinstance(e, RunStarted)]
+    batch = started[-1].global_batch if started else None
+    done = {e.step: e for e in events if isinstance(e, StepDone)}
+    if batch is None or (step > 1 and step - 1 not in done):
+        return ""
+    epoch = done[step - 1].epoch if step > 1 else 0
+    first, before = 0, step - 1
+    while before in done and done[before].epoch == epoch:
+        first += done[before].samples
+        before -= 1
+    if before > 0 and before not in done:
+        return ""  # the epoch began before what is recorded
+    size = started[-1].samples_per_epoch
+    if size is not None and first >= size:
+        epoch, first = epoch + 1, 0
+    last = first + batch - 1 if size is None else min(first + batch, size) - 1
+    return f" (positions {first} to {last} in the order of epoch {epoch + 1})"

@@ -1,11 +1,11 @@
-"""What troubles cost a run: seconds by kind, steps done twice. A pure function over its worlds."""
+"""What faults cost a run: seconds by kind, steps done twice. Pure functions over its attempts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.diagnose.story.worlds import World, standstills
+from paceline.diagnose.story.attempts import Attempt, standstills
 from paceline.events import CheckpointSaved, StepDone, StepSplit, Straggler
 
 STANDSTILL = "standstill"
@@ -13,7 +13,7 @@ STANDSTILL = "standstill"
 
 
 @dataclass
-class Loss:
+class FaultCost:
     """What one kind of fault cost.
 
     ``seconds``: from the last step before a fault to the first new step after it; ``repeated``:
@@ -26,10 +26,10 @@ class Loss:
 
 
 @dataclass
-class Costs:
+class RunCosts:
     """Seconds lost, by where they went."""
 
-    by_kind: dict[str, Loss] = field(default_factory=dict)
+    by_kind: dict[str, FaultCost] = field(default_factory=dict)
     not_running: float = 0.0
     """From an end that nobody undid to when somebody resumed the run."""
     saving: float = 0.0
@@ -52,16 +52,16 @@ class Costs:
         """Seconds lost to faults, over all kinds."""
         return sum(loss.seconds for loss in self.by_kind.values())
 
-    def of(self, kind: str) -> Loss:
+    def of(self, kind: str) -> FaultCost:
         """The entry for a kind of fault, made when it is not there yet."""
-        return self.by_kind.setdefault(kind, Loss())
+        return self.by_kind.setdefault(kind, FaultCost())
 
 
 class _Ledger:
-    """Adds up while going through the worlds in order."""
+    """Adds up while going through the attempts in order."""
 
     def __init__(self) -> None:
-        self.costs = Costs()
+        self.costs = RunCosts()
         self.reached = 0
         self.reached_at: float | None = None
         self.open: tuple[str, float] | None = None
@@ -77,7 +77,7 @@ class _Ledger:
         self.reached, self.reached_at = event.step, event.time
 
     def fault(self, kind: str, time: float, began: float) -> None:
-        """A world ended before its time."""
+        """An attempt ended before its time."""
         since = began if self.reached_at is None else self.reached_at
         if self.open is not None:  # struck again before anything new was done
             self._settle(time)
@@ -97,46 +97,46 @@ class _Ledger:
             self.costs.of(kind).seconds += max(0.0, time - since)
             self.open = None
 
-    def close(self, time: float) -> Costs:
+    def close(self, time: float) -> RunCosts:
         """The end of the record."""
         self._settle(time)
         return self.costs
 
 
-def costs_of(worlds: Sequence[World]) -> Costs:
-    """What went wrong in these worlds, in seconds and steps."""
+def costs_of(attempts: Sequence[Attempt]) -> RunCosts:
+    """What went wrong in these attempts, in seconds and steps."""
     ledger = _Ledger()
-    for index, world in enumerate(worlds):
-        for event in world.events:
+    for index, attempt in enumerate(attempts):
+        for event in attempt.events:
             if isinstance(event, StepDone):
                 ledger.step(event)
-        for hang, over in standstills(world):
+        for hang, over in standstills(attempt):
             if over is not None and hang.seconds:
                 loss = ledger.costs.of(STANDSTILL)
                 loss.faults += 1
                 loss.seconds += max(over.seconds, hang.seconds)
-        if world.fault is not None:
-            ledger.fault(world.fault.kind, world.fault.time, world.began)
-        if index + 1 < len(worlds) and not world.goes_on_by_itself:
-            ledger.pause(max(0.0, worlds[index + 1].began - world.ended))
-    costs = ledger.close(worlds[-1].ended if worlds else 0.0)
-    events = [event for world in worlds for event in world.events]
+        if attempt.fault is not None:
+            ledger.fault(attempt.fault.kind, attempt.fault.time, attempt.began)
+        if index + 1 < len(attempts) and not attempt.goes_on_by_itself:
+            ledger.pause(max(0.0, attempts[index + 1].began - attempt.ended))
+    costs = ledger.close(attempts[-1].ended if attempts else 0.0)
+    events = [event for attempt in attempts for event in attempt.events]
     if events:
         costs.total = max(0.0, events[-1].time - events[0].time - costs.not_running)
     costs.saving = sum(e.stalled for e in events if isinstance(e, CheckpointSaved))
-    costs.stragglers = sum(straggler_seconds(worlds).values())
+    costs.stragglers = sum(straggler_seconds(attempts).values())
     skipped = [e for e in events if isinstance(e, StepDone) and e.skipped]
     costs.skipped_steps, costs.skipped = len(skipped), sum(e.seconds for e in skipped)
     return costs
 
 
-def straggler_seconds(worlds: Sequence[World]) -> dict[tuple[int, str, str], float]:
+def straggler_seconds(attempts: Sequence[Attempt]) -> dict[tuple[int, str, str], float]:
     """What each slow (rank, host, phase) cost the run, over the steps in which it was as slow."""
     found: dict[tuple[int, str, str], float] = {}
-    for world in worlds:
+    for attempt in attempts:
         told: set[tuple[int, str]] = set()
-        splits = [e for e in world.events if isinstance(e, StepSplit)]
-        for event in world.events:
+        splits = [e for e in attempt.events if isinstance(e, StepSplit)]
+        for event in attempt.events:
             if isinstance(event, Straggler) and (event.rank, event.phase) not in told:
                 told.add((event.rank, event.phase))
                 key = (event.rank, event.host, event.phase)
@@ -146,7 +146,7 @@ def straggler_seconds(worlds: Sequence[World]) -> dict[tuple[int, str, str], flo
 
 
 def _steps_as_slow(event: Straggler, splits: Sequence[StepSplit]) -> int:
-    """In how many steps of its world the rank was as slow as when it was told.
+    """In how many steps of its attempt the rank was as slow as when it was told.
 
     It is told once, however long it lasts. What its phase takes without the excess is what it took
     then less what it cost; halfway between is the line.

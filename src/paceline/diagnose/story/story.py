@@ -1,7 +1,7 @@
 """The story of a run: what went wrong first, what happened in order, what it cost.
 
 :func:`tell` is a pure function from events, and what the logs say, to a :class:`Story`;
-:mod:`paceline.diagnose.story.text` writes one down, :func:`of_run` tells that of a folder.
+:mod:`paceline.diagnose.story.report` writes one down, :func:`of_run` tells that of a folder.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline.diagnose.story.causes import Cause, explain
-from paceline.diagnose.story.chapters import Chapter, chapters_of
-from paceline.diagnose.story.costs import Costs, costs_of
-from paceline.diagnose.story.evidence import Evidence, Logs, NoEvidence
-from paceline.diagnose.story.folder import find_run, is_running, read_record
-from paceline.diagnose.story.lesser import lesser_cause
-from paceline.diagnose.story.worlds import AS_ASKED, Fault, World, faults, split
+from paceline.diagnose.story.attempts import AS_ASKED, Attempt, RunFault, faults, split_attempts
+from paceline.diagnose.story.causes import RootCause, explain
+from paceline.diagnose.story.costs import RunCosts, costs_of
+from paceline.diagnose.story.minor_causes import minor_cause
+from paceline.diagnose.story.rank_logs import LogSource, NoLogs, RankLogs
+from paceline.diagnose.story.run_record import find_run, is_running, read_record
+from paceline.diagnose.story.timeline import TimelineEntry, timeline_of
 from paceline.events import (
     CheckpointSaved,
     Event,
@@ -33,7 +33,7 @@ from paceline.track.pace import Pace
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunStatus:
     """How far the run came."""
 
     step: int = 0
@@ -58,17 +58,18 @@ class Story:
     ``state`` is ``done``, ``stopped`` (by its own rule), ``interrupted`` (it was told to stop),
     ``running``, ``gave_up``, ``failed`` or ``cut_off`` (no record of its end). ``cause`` is the
     first thing that went wrong, of what ended it where it ended badly; ``ended_by`` the last, where
-    that is another. ``faults`` are all that ended a world before its time, by kind, in order.
+    that is another. ``faults`` are all that ended an attempt before its time, by kind, in order.
     """
 
     run: str
     state: str
-    facts: Facts
-    cause: Cause | None
-    ended_by: Cause | None
+    facts: RunStatus
+    cause: RootCause | None
+    ended_by: RootCause | None
     faults: list[str]
-    chapters: list[Chapter]
-    costs: Costs
+    chapters: list[TimelineEntry]
+    """What happened, in order."""
+    costs: RunCosts
     resume: str = ""
     """The command that goes on with it; empty when there is nothing to go on with."""
     oddities: list[str] = field(default_factory=list)
@@ -83,7 +84,7 @@ class Story:
 
 def tell(
     events: Sequence[Event],
-    evidence: Evidence | None = None,
+    evidence: LogSource | None = None,
     *,
     run: str = "",
     running: bool = False,
@@ -92,20 +93,20 @@ def tell(
     now: float | None = None,
 ) -> Story:
     """The story of a run with these events, oldest first; ``running``: it has not ended yet."""
-    evidence = evidence or NoEvidence()
-    worlds = split(events, running=running)
-    state = _state(worlds, running)
-    cause, ended_by = _causes(worlds, events, evidence, state)
+    evidence = evidence or NoLogs()
+    attempts = split_attempts(events, running=running)
+    state = _state(attempts, running)
+    cause, ended_by = _causes(attempts, events, evidence, state)
     goes_on = resumable and state not in ("done", "stopped", "running")
     return Story(
         run=run,
         state=state,
-        facts=_facts(worlds, events),
+        facts=_facts(attempts, events),
         cause=cause,
         ended_by=ended_by,
-        faults=[fault.kind for fault in faults(worlds)],
-        chapters=chapters_of(worlds),
-        costs=costs_of(worlds),
+        faults=[fault.kind for fault in faults(attempts)],
+        chapters=timeline_of(attempts),
+        costs=costs_of(attempts),
         resume=f"paceline train --resume {shlex.quote(run)}" if goes_on and run else "",
         oddities=list(oddities),
         told_at=time.time() if now is None else now,
@@ -118,7 +119,7 @@ def of_run(path: str | os.PathLike[str] | None = None) -> Story:
     record = read_record(run)
     return tell(
         record.events,
-        Logs(run.logs),
+        RankLogs(run.logs),
         run=str(run),
         running=is_running(run, record.events),
         resumable=run.config.is_file(),
@@ -126,10 +127,10 @@ def of_run(path: str | os.PathLike[str] | None = None) -> Story:
     )
 
 
-def _state(worlds: Sequence[World], running: bool) -> str:
+def _state(attempts: Sequence[Attempt], running: bool) -> str:
     if running:
         return "running"
-    last = worlds[-1]
+    last = attempts[-1]
     if last.fault is None:
         ends = [e.reason for e in last.events if isinstance(e, RunFinished)]
         return ends[-1] if ends else "cut_off"
@@ -143,16 +144,16 @@ def _state(worlds: Sequence[World], running: bool) -> str:
 
 
 def _causes(
-    worlds: Sequence[World], events: Sequence[Event], evidence: Evidence, state: str
-) -> tuple[Cause | None, Cause | None]:
+    attempts: Sequence[Attempt], events: Sequence[Event], evidence: LogSource, state: str
+) -> tuple[RootCause | None, RootCause | None]:
     """What went wrong first, and what ended the run where that is something else."""
-    wrong = [fault for fault in faults(worlds) if fault.kind not in AS_ASKED]
+    wrong = [fault for fault in faults(attempts) if fault.kind not in AS_ASKED]
     if not wrong:
-        return lesser_cause(worlds), None
+        return minor_cause(attempts), None
     ended_badly = state in ("gave_up", "failed", "cut_off")
-    chain = _chain(worlds, wrong) if ended_badly else wrong
+    chain = _chain(attempts, wrong) if ended_badly else wrong
 
-    def explained(fault: Fault) -> Cause:
+    def explained(fault: RunFault) -> RootCause:
         times = sum(fault.same_as(other) for other in wrong)
         return explain(fault, evidence, events, times)
 
@@ -161,37 +162,37 @@ def _causes(
     return explained(first), explained(last) if is_other else None
 
 
-def _chain(worlds: Sequence[World], wrong: Sequence[Fault]) -> Sequence[Fault]:
+def _chain(attempts: Sequence[Attempt], wrong: Sequence[RunFault]) -> Sequence[RunFault]:
     """The faults that led to the end: the last one and those that it came of.
 
     Those between which nothing new was done belong together; so do those that used up a budget.
     """
     reached, progress = 0, []  # for each fault: was anything new done since the one before?
-    for world in worlds:
-        steps = [e.step for e in world.events if isinstance(e, StepDone)]
-        if world.fault in wrong:
+    for attempt in attempts:
+        steps = [e.step for e in attempt.events if isinstance(e, StepDone)]
+        if attempt.fault in wrong:
             progress.append(max(steps, default=0) > reached)
         reached = max([reached, *steps])
     first = len(wrong) - 1
     while first > 0 and not progress[first]:
         first -= 1
-    return wrong[min(first, _first_of_budget(worlds, wrong)) :]
+    return wrong[min(first, _first_of_budget(attempts, wrong)) :]
 
 
-def _first_of_budget(worlds: Sequence[World], wrong: Sequence[Fault]) -> int:
+def _first_of_budget(attempts: Sequence[Attempt], wrong: Sequence[RunFault]) -> int:
     """The first of the faults whose restarts used up the budget; the last one if none did."""
     last = len(wrong) - 1
-    restarts = [e for world in worlds for e in world.events if isinstance(e, Restarting)]
+    restarts = [e for attempt in attempts for e in attempt.events if isinstance(e, Restarting)]
     counted = [e for e in restarts if e.reason in ("failure", "hang")]
     used_up = bool(counted) and counted[-1].used == counted[-1].budget
-    if not used_up or worlds[-1].first(GaveUp) is None or wrong[-1].kind == "nonfinite":
+    if not used_up or attempts[-1].first(GaveUp) is None or wrong[-1].kind == "nonfinite":
         return last
     charged = [i for i, fault in enumerate(wrong) if fault.kind in ("failure", "hang")]
     row = charged[-(counted[-1].used + 1) :]
     return row[0] if row else last
 
 
-def _facts(worlds: Sequence[World], events: Sequence[Event]) -> Facts:
+def _facts(attempts: Sequence[Attempt], events: Sequence[Event]) -> RunStatus:
     pace = Pace()
     step = total = loss = None
     for event in events:
@@ -202,7 +203,7 @@ def _facts(worlds: Sequence[World], events: Sequence[Event]) -> Facts:
             total = event.total_steps
             step = event.first_step
     saved = [e for e in events if isinstance(e, CheckpointSaved)]
-    return Facts(
+    return RunStatus(
         step=step or 0,
         total_steps=total,
         loss=loss,
@@ -211,7 +212,7 @@ def _facts(worlds: Sequence[World], events: Sequence[Event]) -> Facts:
         checkpoints=len({e.step for e in saved}),
         last_checkpoint=saved[-1].path if saved else "",
         saved_step=saved[-1].step if saved else None,
-        starts=len(worlds),
+        starts=len(attempts),
         began=events[0].time,
         last_event=type(events[-1]).__name__,
         last_event_at=events[-1].time,

@@ -11,12 +11,11 @@ from torch import nn
 
 from paceline.errors import LayoutError
 from paceline.options import Pipelining
-from paceline.parallel.pipeline.balance import lightest_cuts
-from paceline.parallel.pipeline.glue import Name
-from paceline.parallel.pipeline.plan import CutPlan
+from paceline.parallel.pipeline.cut_plan import CutPlan, lightest_cuts
 from paceline.parallel.pipeline.shape_run import MeasuringRun, ShapeRun
-from paceline.parallel.pipeline.skeleton import Binding, Skeleton
-from paceline.parallel.pipeline.stage_run import Rehearsal
+from paceline.parallel.pipeline.stage import StageRehearsal
+from paceline.parallel.pipeline.tracing import Name
+from paceline.parallel.pipeline.units import Skeleton
 
 _MEASURED = 3
 
@@ -310,19 +309,6 @@ class _Buffers:
                 )
 
 
-def stage_bindings(
-    skeleton: Skeleton, plan: CutPlan, stage: int, own: Callable[[str], nn.Parameter]
-) -> list[Binding]:
-    """What code between units finds as parameters on ``stage``: ``own`` ones, or fakes."""
-    inside = {m for name in plan.units_of(stage) for m in skeleton.units[name].modules()}
-    bindings: list[Binding] = []
-    for name in plan.used_in_glue:
-        parameter = own(name) if stage in plan.holders[name] else skeleton.fake_parameters[name]
-        slots = [s for s in skeleton.slots[name] if s[0] not in inside]
-        bindings += [(slot, parameter, name) for slot in slots]
-    return bindings
-
-
 def _rehearse(
     skeleton: Skeleton, shapes: ShapeRun, plan: CutPlan, run_probe: Callable[[], Any]
 ) -> None:
@@ -335,7 +321,7 @@ def _rehearse(
             spec = shapes.specs[name]
             received[name] = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         wanted = plan.crossing[stage] if stage < plan.stages - 1 else ()
-        run = Rehearsal(
+        run = StageRehearsal(
             fakes=skeleton.fakes,
             units=plan.units,
             templates=shapes.templates,
@@ -347,7 +333,7 @@ def _rehearse(
             replacements={},
             pass_over=skeleton.pass_over,
         )
-        bindings = stage_bindings(skeleton, plan, stage, parameters.__getitem__)
+        bindings = skeleton.stage_bindings(plan, stage, parameters.__getitem__)
         with torch.no_grad(), skeleton.running(run, bindings):
             run.use(run_probe(), "the loss")
         missing = [name for name in wanted if name not in run.found]

@@ -12,11 +12,36 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import LayoutError
-from paceline.parallel.pipeline.fakes import Birth, Fakes, Spec, born_in, is_fake, spec_of
-from paceline.parallel.pipeline.glue import Mark, Name, Over, Run
-from paceline.parallel.pipeline.templates import template_of, zeros_like
-from paceline.parallel.pipeline.tree import change_leaves, tensors
-from paceline.parallel.pipeline.words import where_in_model
+from paceline.nested import map_leaves, tensors
+from paceline.parallel.pipeline.fake_tensors import (
+    Birth,
+    Fakes,
+    Spec,
+    born_in,
+    is_fake,
+    spec_of,
+    template_of,
+    zeros_like,
+)
+from paceline.parallel.pipeline.tracing import Mark, ModelRun, Name, StageEnd, where_in_model
+
+
+def signature(part: Any) -> tuple[Any, ...]:
+    """Names, shapes and dtypes of the tensors in ``part``, and the values that are no tensors."""
+    found: list[Any] = []
+
+    def add(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append((tuple(leaf.shape), leaf.dtype, str(leaf.device)))
+        elif isinstance(leaf, int | float | bool | str | bytes | type(None)):
+            found.append((type(leaf).__name__, leaf))
+        else:
+            found.append(type(leaf).__name__)
+        return leaf
+
+    map_leaves(part, add)
+    keys = tuple(map(str, part)) if isinstance(part, Mapping) else ()
+    return (type(part).__name__, keys, *found)
 
 
 class NeedsValues(Exception):
@@ -31,7 +56,7 @@ class Escape(NamedTuple):
     where: str
 
 
-class ShapeRun(Run):
+class ShapeRun(ModelRun):
     """The whole model on fake tensors: what each unit returns, and where each value is used.
 
     ``used`` maps names to the places of their uses: ``2k + 1`` for the k-th call of a unit, ``2k``
@@ -71,7 +96,7 @@ class ShapeRun(Run):
     def use(self, value: Any, where: str) -> Any:
         """Note that what is in ``value`` is used here."""
         self.note(value, self.place)
-        return change_leaves(value, self._zeros) if self._in_tail else value
+        return map_leaves(value, self._zeros) if self._in_tail else value
 
     @property
     def _in_tail(self) -> bool:
@@ -110,7 +135,7 @@ class ShapeRun(Run):
         if self._in_tail:
             raise NeedsValues(f"before the call of {name!r}")
         with self.paused():
-            given = tensors((args, kwargs))
+            given = list(tensors((args, kwargs)))
             self.note((args, kwargs), place)
             for index, tensor in enumerate(given):
                 if is_fake(tensor) and self.mark_of(tensor) is None:
@@ -123,7 +148,7 @@ class ShapeRun(Run):
         self.templates.append(template_of(result, (args, kwargs)))
         self.after_call(result, given)
         if self.calls == self._wanted:
-            raise Over
+            raise StageEnd
         return result
 
     def _compute(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -160,7 +185,7 @@ class ShapeRun(Run):
         self._lent = []
 
 
-class MeasuringRun(Run):
+class MeasuringRun(ModelRun):
     """The whole model for real: how long each unit takes."""
 
     def __init__(self, device: torch.device) -> None:

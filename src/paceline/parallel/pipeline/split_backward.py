@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from paceline.torch_internals import is_python_node
+
 
 @dataclass
 class _Component:
@@ -146,24 +148,20 @@ def _owners(
     In torch 2.11 the node of a ``torch.autograd.Function`` goes with the graph above it, whoever
     holds its Python object: one of C++ has to be held, as near above it as there is one.
     """
-    lost = {node for c in components for node in c.sources if _is_python(node)}
+    lost = {node for c in components for node in c.sources if is_python_node(node)}
     owners: list[Node] = []
     for node in order:
         held = [child for child, _ in node.next_functions if child in lost]
         if not held:
             continue
         lost.difference_update(held)
-        if _is_python(node):
+        if is_python_node(node):
             lost.add(node)
         else:
             owners.append(node)
     with torch.enable_grad():
         above = [root.view_as(root).grad_fn for root in roots if root.grad_fn in lost]
     return owners + [node for node in above if node is not None]
-
-
-def _is_python(node: Node) -> bool:
-    return isinstance(node, torch._C._FunctionBase)
 
 
 def _is_weight(node: Node, input_nodes: set[Node | None]) -> bool:

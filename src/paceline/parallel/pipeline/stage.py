@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +12,133 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.parallel.pipeline.crossing import enter, leave
-from paceline.parallel.pipeline.cutting import stage_bindings
-from paceline.parallel.pipeline.plan import CutPlan
+from paceline.nested import map_leaves, tensors
+from paceline.parallel.pipeline.activations import enter, leave
+from paceline.parallel.pipeline.cut_plan import CutPlan
+from paceline.parallel.pipeline.fake_tensors import Fakes, fill, is_fake, zeros_like
 from paceline.parallel.pipeline.shape_run import ShapeRun
-from paceline.parallel.pipeline.skeleton import Skeleton
-from paceline.parallel.pipeline.stage_run import StageRun
+from paceline.parallel.pipeline.tracing import (
+    Mark,
+    ModelRun,
+    Name,
+    StageEnd,
+    describe,
+    where_in_model,
+)
+from paceline.parallel.pipeline.units import Skeleton
 from paceline.parallel.sync_batchnorm import not_counting
 from paceline.parallel.term import Term
+
+
+class StageRun(ModelRun):
+    """One stage: the calls ``first`` to ``last`` of units for real, those before as fakes.
+
+    ``received`` are values of earlier stages by name; ``wanted`` those that later stages need. Ends
+    with :class:`StageEnd` at the call ``last``, unless that is past the end of the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        fakes: Fakes,
+        units: Sequence[str],
+        templates: Sequence[Any],
+        late: Mapping[int, Sequence[int]],
+        first: int,
+        last: int,
+        received: Mapping[Name, Tensor],
+        wanted: Collection[Name],
+        replacements: Mapping[str, Callable[..., Any]],
+        pass_over: Callable[[str, Any, Any, Any], None],
+    ) -> None:
+        super().__init__()
+        self._fakes, self._units, self._templates, self._late = fakes, units, templates, late
+        self._first, self._last = first, last
+        self._received, self._wanted = received, frozenset(wanted)
+        self._replacements, self._pass_over = replacements, pass_over
+        self._started = first == 0
+        self.found: dict[Name, Tensor] = {}
+        for name, tensor in received.items():
+            self._put(tensor, name, absent=False)
+
+    def _put(self, tensor: Tensor, name: Name, *, absent: bool) -> None:
+        tensor._paceline_mark = Mark(name, self, absent)  # type: ignore[attr-defined]
+        if not absent and name in self._wanted:
+            self.found[name] = tensor
+
+    def set_mark(self, tensor: Tensor, name: Name) -> None:
+        """Name a value; keep it if later stages want it."""
+        absent = is_fake(tensor) if name[0] == "param" else not self._started
+        self._put(tensor, name, absent=absent)
+
+    def use(self, value: Any, where: str) -> Any:
+        """``value`` with what other stages computed in place of the fakes."""
+        if not self._started:
+            return value
+        return map_leaves(value, lambda leaf: self._real(leaf, where))
+
+    def _real(self, leaf: Any, where: str) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        mark = self.mark_of(leaf)
+        if mark is not None and mark.absent and mark.name in self._received:
+            return self._received[mark.name]
+        if is_fake(leaf) or (mark is not None and mark.absent):
+            what = describe(mark.name if mark else None, self._units)
+            raise LayoutError(
+                f"pipeline: {where} ({where_in_model()}) needs a value of an earlier stage that "
+                f"did not cross: {what}. The model took another way through its code than with the "
+                "sample batch, keeps values from one step to the next, or computes this one in a "
+                "way torch does not show (a custom autograd function outside any module). Cut "
+                "elsewhere (Pipelining(cuts=[...])), or make the value an output of a module."
+            )
+        return leaf
+
+    def call_unit(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the unit, or pass it over."""
+        self._check(name)
+        with self.paused():
+            given = list(tensors((args, kwargs)))
+            for index in self._late.get(self.calls, ()):
+                self.set_mark(given[index], ("arg", self.calls, index))
+            if self.calls == self._last:
+                raise StageEnd
+            self._started = self._started or self.calls == self._first
+            if self._started:
+                args, kwargs = self.use((args, kwargs), f"the call of {name!r}")
+                given = list(tensors((args, kwargs)))
+                result = self.run_unit(name, call, args, kwargs)
+            else:
+                result = fill(self._templates[self.calls], (args, kwargs), self._fakes)
+                self._pass_over(name, args, kwargs, result)
+        self.after_call(result, given)
+        return result
+
+    def run_unit(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a unit of this stage."""
+        return self._replacements.get(name, call)(*args, **kwargs)
+
+    def _check(self, name: str) -> None:
+        expected = self._units[self.calls] if self.calls < len(self._units) else None
+        if name != expected:
+            was = "no further module" if expected is None else repr(expected)
+            raise LayoutError(
+                f"pipeline: the model called {name!r} as module {self.calls + 1} where with the "
+                f"sample batch it was {was}. A pipeline needs the same modules in the same order "
+                "for every batch."
+            )
+
+
+class StageRehearsal(StageRun):
+    """A stage whose units return zeros: shows whether everything it needs reaches it."""
+
+    def run_unit(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the unit would return, as zeros."""
+        result = fill(self._templates[self.calls], (args, kwargs), self._fakes)
+        result = map_leaves(result, zeros_like)
+        self._pass_over(name, args, kwargs, result)
+        return result
+
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -35,8 +154,8 @@ class Microbatch:
 
 
 @dataclass
-class Traffic:
-    """What the stages of a rank are given to work on, and what they leave behind."""
+class PipelineStep:
+    """One step on this rank: what its stages are given to work on, and what they computed."""
 
     microbatches: list[Microbatch] = field(default_factory=list)
     scale: Tensor | None = None
@@ -89,13 +208,13 @@ class StageWork:
         *,
         device: torch.device,
         context: Context,
-        traffic: Traffic,
+        step: PipelineStep,
         taken: set[int],
     ) -> None:
         self.index = index
         self._skeleton, self._plan = skeleton, plan
         self._called, self._device, self._context = module, device, context
-        self._traffic = traffic
+        self._step = step
         self._first, self._last = plan.span(index)
         self.receives = plan.crossing[index - 1] if index else ()
         self.sends = plan.crossing[index] if index < plan.stages - 1 else ()
@@ -124,12 +243,12 @@ class StageWork:
 
     def run_next(self, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
         """Run the next microbatch on what the stage before has sent."""
-        microbatch = self._traffic.microbatches[self._done]
+        microbatch = self._step.microbatches[self._done]
         self._done += 1
         try:
             return self._run(microbatch, received)
         except Exception as error:
-            self._traffic.failure = error
+            self._step.failure = error
             raise
 
     def _run(self, microbatch: Microbatch, received: Sequence[Tensor]) -> Any:
@@ -146,7 +265,7 @@ class StageWork:
             replacements=self._replacements,
             pass_over=self._skeleton.pass_over,
         )
-        bindings = stage_bindings(self._skeleton, self._plan, self.index, self.parameter)
+        bindings = self._skeleton.stage_bindings(self._plan, self.index, self.parameter)
         term: Term | None = None
         # A microbatch without items is a placeholder: it takes part and counts for nothing.
         aside = nullcontext() if microbatch.items else not_counting(self.module)
@@ -178,13 +297,13 @@ class StageWork:
 
     def _loss(self, term: Term, items: int) -> Tensor:
         total = term.total if items else term.total * 0
-        scale = self._traffic.scale
+        scale = self._step.scale
         scaled = total if scale is None else total * scale.to(total.dtype)
-        self._traffic.terms.append(
+        self._step.terms.append(
             Term(
                 total.detach(),
                 (term.count if items else 0),
-                term.output if self._traffic.keep_output else None,
+                term.output if self._step.keep_output else None,
             )
         )
         return scaled.reshape(1).clone()  # torch detaches it in place, which a view forbids

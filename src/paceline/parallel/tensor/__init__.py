@@ -5,8 +5,8 @@ from paceline.parallel.tensor.apply import apply_plan as apply_plan
 from paceline.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
 from paceline.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
 from paceline.parallel.tensor.mixing import mixing as mixing
-from paceline.parallel.tensor.plain import plain as plain
 from paceline.parallel.tensor.plan import TensorPlan as TensorPlan
+from paceline.parallel.tensor.planning import make_plan as make_plan
 from paceline.parallel.tensor.shards import full_tensor as full_tensor
 from paceline.parallel.tensor.shards import local_of as local_of
-from paceline.parallel.tensor.sources import make_plan as make_plan
+from paceline.parallel.tensor.shards import plain as plain

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from paceline.errors import LayoutError
-from paceline.parallel.tensor.kinds import Kind, features, kind_of
 from paceline.parallel.tensor.linear import scattered_linear, split_linear, split_parameter
 from paceline.parallel.tensor.plan import TensorPlan
 from paceline.parallel.tensor.shards import gathered, mark_logits
+from paceline.parallel.tensor.splittable import Kind, features, kind_of
 from paceline.parallel.tensor.vocabulary import split_embedding
 
 

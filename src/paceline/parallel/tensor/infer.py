@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.errors import LayoutError
 from paceline.parallel.tensor.apply import chunks_of
-from paceline.parallel.tensor.flow import Findings, Flow, without_data
-from paceline.parallel.tensor.kinds import features, kind_of, why_not_split
+from paceline.parallel.tensor.data_flow import Findings, Flow, without_data
+from paceline.parallel.tensor.splittable import features, kind_of, why_not_split
 
 _ROWS_A_RANK = 16  # an embedding with fewer rows a rank is not worth a collective
 

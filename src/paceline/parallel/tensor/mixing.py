@@ -10,7 +10,7 @@ computed in parts, and what has no split form is computed whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+import paceline.parallel.tensor.packed as packed
 from paceline.errors import LayoutError
-from paceline.parallel.tensor import packed
+from paceline.nested import map_tensors, tensors
 from paceline.parallel.tensor.attention import split_attention, split_dropout
 from paceline.parallel.tensor.linear import split_linear
-from paceline.parallel.tensor.plain import plain
 from paceline.parallel.tensor.shards import (
     are_logits,
     as_split,
@@ -33,6 +33,7 @@ from paceline.parallel.tensor.shards import (
     is_packed,
     mark_logits,
     placement,
+    plain,
     replicated,
     split_of,
     wrap,
@@ -73,7 +74,7 @@ class _Mixing(TorchFunctionMode):
         kwargs = kwargs or {}
         split = [
             t
-            for t in _tensors((args, kwargs))
+            for t in tensors((args, kwargs))
             if isinstance(t, DTensor) and t.device_mesh == self.mesh
         ]
         if not split or getattr(func, "__name__", "") in _ABOUT_THE_OBJECT:
@@ -96,7 +97,7 @@ class _Mixing(TorchFunctionMode):
 
     def _split_or_whole(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         def wrapped(value: Any) -> Any:
-            return _mapped(value, lambda t: replicated(t, self.mesh))
+            return map_tensors(value, lambda t: replicated(t, self.mesh))
 
         try:
             result = func(*wrapped(args), **wrapped(kwargs))
@@ -108,7 +109,7 @@ class _Mixing(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             _log.info("tensor parallel: %s is computed whole on every rank (%s)", name, error)
             return _whole(func, args, kwargs)
-        if any(_is_odd_sum(t) for t in _tensors(result)):
+        if any(_is_odd_sum(t) for t in tensors(result)):
             return _whole(func, args, kwargs)
         return result
 
@@ -135,29 +136,6 @@ def _is_odd_sum(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     return any(p.is_partial() and type(p) is not Partial for p in tensor.placements)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, change) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_mapped(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    return value
 
 
 def _works_in_place(func: Any) -> bool:

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 # when its meaning changes.
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from paceline.nested import map_tensors
+
 
 def placement(dim: int, chunks: int = 1) -> Placement:
     """Split along ``dim``; with ``chunks`` > 1, each of that many equal chunks is split."""
@@ -133,6 +135,15 @@ def gathered(tensor: Tensor) -> Tensor:
         whole = tensor.redistribute(mesh, [Replicate()]).to_local()
     # A view from inside DTensor's autograd function; a model may change what it gets in place.
     return whole.clone() if whole.requires_grad else whole
+
+
+def plain(value: Any) -> Any:
+    """``value`` with every split tensor in it replaced by the whole, plain one; differentiable.
+
+    Looks into containers; one that holds no split tensor is returned as it is. A collective where
+    something is split.
+    """
+    return map_tensors(value, gathered)
 
 
 @torch.no_grad()

@@ -1,1 +1,0 @@
-"""What goes over the wire: gradients in fewer bytes, with what was left behind sent later."""

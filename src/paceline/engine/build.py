@@ -1,0 +1,138 @@
+"""Builds an engine's parts, in the order in which they need each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.engine.arguments import OptimizerFactory
+from paceline.engine.checks import check_loss_parameters, check_optimizer, check_schedule
+from paceline.engine.context import StepContext
+from paceline.engine.initial_weights import start_from_one_model, start_from_one_optimizer
+from paceline.engine.internals import Internals
+from paceline.engine.learning_rate import LearningRate
+from paceline.engine.loss import LossFunction, LossModule
+from paceline.engine.memory import MemoryMeter
+from paceline.engine.microbatches import Microbatches
+from paceline.engine.nonfinite import NonFiniteCheck
+from paceline.engine.optimizer_groups import Groups
+from paceline.engine.precision import Precision
+from paceline.engine.rank_state import RankStates
+from paceline.engine.same_batches import SameBatches
+from paceline.engine.spreading import Spreading
+from paceline.engine.state import WholeState
+from paceline.engine.whole_model import WholeModel
+from paceline.layout import Layout
+from paceline.options import EngineOptions
+from paceline.options.rules import Combination, check_rules
+from paceline.parallel import sync_batchnorm
+from paceline.parallel.compose import needs_sample
+from paceline.parallel.meta import is_on_meta
+from paceline.sync.local_sgd import LocalSGD
+from paceline.sync.plain import PlainSync
+from paceline.sync.protocol import Sync
+from paceline.sync.replica import Replica
+from paceline.world import World
+
+# Ranks with different ones would not compute one step; most others would not even meet.
+_SAME_ON_ALL_RANKS = (
+    "precision",
+    "clip_norm",
+    "clip_value",
+    "nonfinite",
+    "sync_batchnorm",
+    "initial_weights",
+)
+
+
+def build(
+    model: nn.Module,
+    loss: LossFunction | None,
+    optimizer: Optimizer | OptimizerFactory,
+    options: EngineOptions,
+    layout: Layout,
+    world: World,
+) -> Internals:
+    """Make what an engine consists of, and spread the model unless that needs a batch.
+
+    A collective: all ranks start from one model and one optimizer.
+    """
+    check_rules(Combination(layout, options))
+    precision = Precision(options.precision, world.device, sharded=bool(layout.beyond_dp))
+    if options.sync_batchnorm:
+        model = sync_batchnorm.convert(model)
+    module = LossModule(model, loss, options.forward, options.count)
+    check_loss_parameters(module)
+    notes = start_from_one_model(
+        module, world, initial_weights=options.initial_weights, settings=_shared(options, layout)
+    )
+    # Sharding and device maps move what they keep there; a sample runs where its batch is.
+    sharded = layout.zero and not needs_sample(layout, options)
+    if not is_on_meta(model) and not sharded and options.device_map is None:
+        module.to(world.device)
+    precision.prepare(module)
+    replica = Replica(model, layout, world)
+    optimizer = _made(optimizer, model)
+    check_schedule(options.schedule, optimizer)
+    start_from_one_optimizer(optimizer, model, world)
+    groups = Groups(optimizer, model)
+    microbatches = Microbatches(
+        replica, module, precision, most=options.microbatch, pipelining=options.pipeline
+    )
+    plain = PlainSync(replica, options.compress, options.reduction)
+    spreading = Spreading(
+        replica,
+        options,
+        module,
+        precision,
+        optimizer,
+        groups,
+        microbatches,
+        plain,
+    )
+    whole = WholeModel(model)
+    if not spreading.needs_batch:
+        spreading.spread()
+    context = StepContext(
+        replica=replica,
+        spreading=spreading,
+        loss=module,
+        precision=precision,
+        optimizer=optimizer,
+        groups=groups,
+        learning_rate=LearningRate(optimizer, options.schedule),
+        microbatches=microbatches,
+        same_batches=SameBatches(layout, world),
+        sync=_synchronising(plain, replica, precision, options),
+        nonfinite=NonFiniteCheck(options.nonfinite, replica, module, precision),
+        clip_norm=options.clip_norm,
+        clip_value=options.clip_value,
+    )
+    meter = MemoryMeter(model, optimizer, world.device)
+    state, rank_state = WholeState(context, whole), RankStates(context, whole)
+    return Internals(context, state, rank_state, meter, notes)
+
+
+def _shared(options: EngineOptions, layout: Layout) -> dict[str, Any]:
+    """The settings that must be the same on all ranks."""
+    shared = {name: options[name] for name in _SAME_ON_ALL_RANKS}
+    return {"layout": str(layout)} | shared
+
+
+def _made(optimizer: Optimizer | OptimizerFactory, model: nn.Module) -> Optimizer:
+    if not isinstance(optimizer, Optimizer) and callable(optimizer):
+        optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+    check_optimizer(optimizer, model)
+    return optimizer
+
+
+def _synchronising(
+    plain: PlainSync, replica: Replica, precision: Precision, options: EngineOptions
+) -> Sync:
+    """Plain, unless replicas are to train alone. Then a collective."""
+    if options.local_steps is None:
+        return plain
+    nonfinite, scaler = options.nonfinite, precision.scaler
+    return LocalSGD(options.local_steps, replica, plain, nonfinite=nonfinite, scaler=scaler)

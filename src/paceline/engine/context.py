@@ -1,0 +1,47 @@
+"""Everything that an optimizer step works with, as one explicit object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from paceline.engine.learning_rate import LearningRate
+from paceline.engine.loss import LossModule
+from paceline.engine.microbatches import Microbatches
+from paceline.engine.nonfinite import NonFiniteCheck
+from paceline.engine.optimizer_groups import Groups
+from paceline.engine.precision import Precision
+from paceline.engine.same_batches import SameBatches
+from paceline.engine.spreading import Spreading
+from paceline.engine.step_timing import Clock
+from paceline.sync.protocol import Sync
+from paceline.sync.replica import Replica
+
+
+@dataclass
+class StepContext:
+    """What one engine's steps have in common; see :func:`paceline.engine.step.run_step`."""
+
+    replica: Replica
+    """The model on its layout, and how many steps it has done."""
+    spreading: Spreading
+    """Puts the model on its layout, at the first batch where it needs to see one."""
+    loss: LossModule
+    precision: Precision
+    optimizer: Optimizer
+    groups: Groups
+    """The names of the parameters in the optimizer's groups."""
+    learning_rate: LearningRate
+    microbatches: Microbatches
+    same_batches: SameBatches
+    sync: Sync
+    """How replicas agree."""
+    nonfinite: NonFiniteCheck
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    observer: Callable[[], None] | None = None
+    """Called each step with the finished gradients in place, before clipping and the update."""
+    clock: Clock | None = None
+    """Set by whoever wants to know where the time of the next steps goes; see step_timing.py."""

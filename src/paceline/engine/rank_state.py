@@ -1,0 +1,293 @@
+"""An engine's state piece by piece, as each rank holds it: what checkpoints save and load.
+
+Names are those of the whole model, so that what one layout saves another loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.checkpoint.boxes import boxes_of
+from paceline.checkpoint.manifest import Manifest, TensorEntry
+from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
+from paceline.engine.checks import another_model, check_optimizer_state
+from paceline.engine.context import StepContext
+from paceline.engine.optimizer_groups import install
+from paceline.engine.whole_model import WholeModel
+from paceline.parallel.whole import held_runs, local
+from paceline.sync.protocol import Load, Saved
+
+OBJECT = "engine"
+MODEL, OPTIMIZER = "model/", "optimizer/"
+
+
+class RankStates:
+    """Collects and takes over the state of one engine, as far as this rank has it.
+
+    ``whole`` is from before the model was spread.
+    """
+
+    def __init__(self, context: StepContext, whole: WholeModel) -> None:
+        self._context, self._replica, self._whole = context, context.replica, whole
+
+    # ------------------------------------------------------------------ saving
+
+    def collect(self) -> RankState:
+        """What this rank has of the state; shares its memory."""
+        sync = self._context.sync.state
+        state = RankState()
+        for name, parameter in self._first_copies():
+            state.tensors[MODEL + name] = as_part(sync.shared(name, parameter))
+        if self._speaks_for_buffers:
+            for name, buffer in self._own_buffers():
+                state.tensors[MODEL + name] = as_part(sync.shared(name, buffer))
+        self._collect_optimizer(state)
+        sync.collect(state, dict(self._own_buffers()))
+        if self._replica.world.rank == 0:
+            state.objects[OBJECT] = self._object()
+        return state
+
+    def _object(self) -> dict[str, Any]:
+        context, scaler = self._context, self._context.precision.scaler
+        return {
+            "step": self._replica.steps_done,
+            "aliases": self._whole.aliases,
+            "groups": [
+                {**{k: v for k, v in group.items() if k != "params"}, "params": names}
+                for group, names in zip(
+                    context.optimizer.param_groups, context.groups.names, strict=True
+                )
+            ],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "schedule": context.learning_rate.state_dict(),
+            "extra": self._extra(),
+            **context.sync.state.about(),
+        }
+
+    def _extra(self) -> dict[str, Any]:
+        """What modules save beside tensors (``get_extra_state``)."""
+        if not self._whole.has_extra:
+            return {}
+        saved = self._replica.model.state_dict(keep_vars=True)
+        return {name: value for name, value in saved.items() if not isinstance(value, Tensor)}
+
+    def _collect_optimizer(self, state: RankState) -> None:
+        optimizer, sync = self._context.optimizer, self._context.sync.state
+        prefix = sync.optimizer_prefix
+        for name, parameter in self._first_copies():
+            plain: dict[str, Any] = {}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    state.tensors[f"{prefix}{name}/{key}"] = as_part(value)
+                else:
+                    plain[key] = value
+            if plain and (sync.keeps_optimizer or self._is_first_holder(parameter)):
+                state.objects[prefix + name] = plain
+
+    def _first_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank but for copies of what an earlier stage saves."""
+        replica = self._replica
+        for name, copies in replica.held.items():
+            if not replica.is_spread or not replica.spread.is_duplicate(copies[0]):
+                yield name, copies[0]
+
+    def _is_first_holder(self, parameter: nn.Parameter) -> bool:
+        if self._replica.holds_whole_model:
+            return self._replica.world.rank == 0
+        return self._replica.spread.counts_in_norm(parameter)
+
+    @property
+    def _speaks_for_buffers(self) -> bool:
+        """Buffers may differ between ranks that see different samples: the first one's count."""
+        replica, place = self._replica, self._replica.place
+        is_first = place.dp == place.tp == place.cp == 0
+        return is_first and (
+            place.pp == 0 or (replica.is_spread and replica.spread.pipeline is not None)
+        )
+
+    def _own_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in self._replica.model.named_buffers(remove_duplicate=False):
+            if name in self._whole.buffers and not buffer.is_meta:
+                yield name, buffer
+
+    # ------------------------------------------------------------------ loading
+
+    def take(
+        self, saved: Saved, load: Load, *, weights_only: bool = False, strict: bool = True
+    ) -> None:
+        """Take over what a checkpoint holds, at this or another layout. Every rank calls it.
+
+        A checkpoint of weights alone, or ``weights_only``, leaves the optimizer and the step as
+        they are, and casts the weights to the model's dtype where that is another. Not ``strict``,
+        weights that one of the two lacks are left as they are.
+        """
+        found = saved.read_object(OBJECT) if OBJECT in saved.manifest.objects else {}
+        names = self._names_in(saved.manifest, found.get("aliases", {}), strict)
+        if weights_only:
+            found = {}
+        has_training = "step" in found
+        if has_training:
+            self._check_groups(found["groups"])
+            self._replica.steps_done = found["step"]
+        if not self._replica.is_spread and self._context.spreading.on_meta:
+            # There is no memory to load into before the first batch has spread the model.
+            self._replica.after_spreading = lambda: self._take(saved, found, names, load)
+        else:
+            self._take(saved, found, names, load)
+
+    def _take(
+        self, saved: Saved, found: Mapping[str, Any], names: Mapping[str, str], load: Load
+    ) -> None:
+        parts: dict[str, Part] = {}
+        casts = self._model_parts(parts, names, saved.manifest, may_cast="step" not in found)
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        if "step" in found:
+            state = self._optimizer_parts(parts, saved)
+        load(parts)
+        with torch.no_grad():
+            for target, value in casts:
+                target.copy_(value)
+        if "step" in found:
+            self._take_training(found, state)
+            self._context.sync.state.load(saved, found, load, dict(self._own_buffers()))
+        else:
+            self._context.sync.model_replaced()
+
+    def _names_in(
+        self, manifest: Manifest, aliases: Mapping[str, str], strict: bool
+    ) -> dict[str, str]:
+        """Where each parameter and buffer of this model is found; tied weights have many names."""
+        there = {n.removeprefix(MODEL): e for n, e in manifest.tensors.items() if _is_model(n)}
+        others: dict[str, list[str]] = {}
+        for name, first in self._whole.aliases.items():
+            others.setdefault(first, []).append(name)
+        found: dict[str, str] = {}
+        problems, missing = [], []
+        own = self._whole.parameters | self._whole.buffers
+        for name, shape in own.items():
+            known = [name, *others.get(name, ())]
+            candidates = [*known, *(aliases[n] for n in known if n in aliases)]
+            source = next((c for c in candidates if c in there), None)
+            if source is None:
+                missing.append(name)
+            elif there[source].shape != shape:
+                problems.append(f"{name} has shape {there[source].shape} there and {shape} here")
+            else:
+                found[name] = source
+        if missing and (strict or not found):
+            problems.insert(0, f"it lacks {', '.join(missing[:5])}")
+        used = {*found.values(), *own, *self._whole.aliases, *aliases}
+        if strict and (unknown := sorted(there.keys() - used)):
+            problems.append(f"this model has no {', '.join(unknown[:5])}")
+        if problems:
+            raise another_model("; ".join(problems) + ".")
+        return found
+
+    def _model_parts(
+        self,
+        parts: dict[str, Part],
+        names: Mapping[str, str],
+        manifest: Manifest,
+        *,
+        may_cast: bool,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Add where the model's tensors go; those that need a cast go elsewhere first."""
+        casts: list[tuple[Tensor, Tensor]] = []
+        held: dict[str, list[Tensor]] = {n: [*own] for n, own in self._replica.held.items()}
+        held |= {name: [buffer] for name, buffer in self._own_buffers()}
+        for name, copies in held.items():
+            if name not in names:  # left as it is
+                continue
+            entry = manifest.tensors[MODEL + names[name]]
+            targets = [*copies]
+            if entry.dtype != (here := dtype_name(copies[0].dtype)):
+                if not may_cast:
+                    raise another_model(f"{name} is {entry.dtype} there and {here} here.")
+                targets = [empty_for(entry, like=copy) for copy in copies]
+                casts += zip(map(local, copies), map(local, targets), strict=True)
+            _add(parts, MODEL + names[name], targets)
+        return casts
+
+    def _optimizer_parts(
+        self, parts: dict[str, Part], saved: Saved
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """Add memory for the optimizer's state; returns it by parameter."""
+        keys: dict[str, list[str]] = {}
+        prefix = self._context.sync.state.optimizer_source(saved)
+        for stored in saved.manifest.tensors:
+            if stored.startswith(prefix):
+                name, _, key = stored.removeprefix(prefix).rpartition("/")
+                keys.setdefault(name, []).append(key)
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        for name, copies in self._replica.held.items():
+            for parameter in copies:
+                own: dict[str, Any] = {}
+                for key in keys.get(name, ()):
+                    stored = f"{prefix}{name}/{key}"
+                    entry = saved.manifest.tensors[stored]
+                    own[key] = empty_for(entry, like=parameter)
+                    _add(parts, stored, [own[key]])
+                if prefix + name in saved.manifest.objects:
+                    own |= saved.read_object(prefix + name)
+                if own:
+                    state[parameter] = own
+        return state
+
+    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
+        sizes = [len(names) for names in self._context.groups.names]
+        check_optimizer_state({"param_groups": groups}, self._context.optimizer, sizes)
+
+    def _take_training(
+        self, found: Mapping[str, Any], state: Mapping[nn.Parameter, dict[str, Any]]
+    ) -> None:
+        context, scaler = self._context, self._context.precision.scaler
+        install(context.optimizer, found["groups"], state)
+        if scaler is not None and found["scaler"] is not None:
+            scaler.load_state_dict(found["scaler"])
+        context.learning_rate.load_state_dict(found["schedule"])
+        if found["extra"]:
+            self._replica.model.load_state_dict(found["extra"], strict=False)
+        self._replica.steps_done = found["step"]
+
+
+def as_part(tensor: Tensor) -> Part:
+    """What this rank holds of ``tensor``; shares its memory."""
+    if not isinstance(tensor, DTensor):
+        return whole_part(tensor)
+    own = local(tensor).detach()
+    pieces = tuple(
+        Piece(box, own[inner.slices()] if own.ndim else own)
+        for box, inner in boxes_of(held_runs(tensor))
+    )
+    return Part(tuple(tensor.shape), tensor.dtype, pieces)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the manifest writes it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_model(name: str) -> bool:
+    return name.startswith(MODEL)
+
+
+def empty_for(entry: TensorEntry, like: Tensor | None) -> Tensor:
+    """Memory for a saved tensor: cut as ``like`` is where it has its shape, else whole."""
+    dtype = getattr(torch, entry.dtype)
+    if like is not None and entry.shape == tuple(like.shape):
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(entry.shape, dtype=dtype)
+
+
+def _add(parts: dict[str, Part], name: str, targets: list[Tensor]) -> None:
+    """Have ``name`` loaded into each of ``targets``, which share their shape."""
+    for target in targets:
+        part = as_part(target)
+        if name in parts:
+            part = Part(part.shape, part.dtype, (*parts[name].pieces, *part.pieces))
+        parts[name] = part

@@ -1,0 +1,111 @@
+"""What Paceline uses of torch that torch does not document, each under a name of our own.
+
+Checked with torch 2.11 to 2.13; ``tests/test_torch_internals.py`` says what breaks when one of
+these changes. Three files keep private names of torch to themselves, because all of each is about
+them: ``parallel/tensor/shards.py`` (``_StridedShard``), ``parallel/pipeline/schedules.py`` (methods
+of ``PipelineStage``) and ``diagnose/hangs/flight.py`` (the flight recorder).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# ---- tensors without data ----
+
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""What torch raises where a computation needs the values of a fake tensor, which has none."""
+
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+"""Where torch logs, at length, why a computation on fake tensors failed."""
+
+
+# ---- modes ----
+
+
+def innermost_function_mode() -> TorchFunctionMode | None:
+    """The torch function mode that sees a call first."""
+    return _get_current_function_mode()
+
+
+# ---- operators ----
+
+
+def is_operator(value: object) -> bool:
+    """Whether ``value`` is one overload of an operator, as ``torch.ops.aten.mm.default`` is."""
+    return isinstance(value, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
+
+
+def overloads_of(packet: Any) -> list[Any] | None:
+    """The overloads of an operator such as ``torch.ops.aten.mm``; ``None`` for anything else."""
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def operator_name(op: Any) -> str:
+    """The name of an operator without its namespace, where that is torch's own: ``"mm"``."""
+    name: str = op._schema.name
+    return name.removeprefix("aten::")
+
+
+def changes_arguments(op: Any) -> bool:
+    """Whether an operator writes into one of its arguments."""
+    return bool(op._schema.is_mutable)
+
+
+def argument_names(op: Any) -> list[str]:
+    """The names of an operator's arguments; none for an operator of higher order."""
+    schema = getattr(op, "_schema", None)
+    return [argument.name for argument in schema.arguments] if schema is not None else []
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device and dtype in place, in one launch on a GPU."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+# ---- autograd ----
+
+
+def is_python_node(node: Node) -> bool:
+    """Whether a node of the graph belongs to a ``torch.autograd.Function``."""
+    return isinstance(node, torch._C._FunctionBase)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have ``callback`` run when the backward pass that is under way ends."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+# ---- memory ----
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The same for all tensors on one storage, unlike those of any other that is alive."""
+    return int(storage._cdata)
+
+
+# ---- FSDP ----
+
+
+def make_fsdp_root(module: nn.Module) -> None:
+    """Let FSDP know that ``module`` is a root, before a part of it runs and is taken for one.
+
+    torch does so when the root is first called, and offers no other way.
+    """
+    state: Any = module
+    state._get_fsdp_state()._lazy_init()
