@@ -1,4 +1,4 @@
-"""A loop of your own that saves, is cut short, and goes on at another layout.
+"""A loop of your own that saves, is interrupted, and continues at another layout.
 
 python checkpoints_loop.py
 """
@@ -30,7 +30,7 @@ def train(layout: str, folder: str, until: int) -> tuple[int, list[float]]:
         restored = checkpoints.restore()
         for batch in loader:
             losses.append(engine.step(batch).loss)
-            checkpoints.save()  # training goes on while it is written
+            checkpoints.save()  # written in the background
             if engine.steps_done == until:
                 break
     return restored.step if restored else 0, losses

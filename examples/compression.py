@@ -1,4 +1,4 @@
-"""Gradients in fewer bytes: what travels, and what becomes of the loss.
+"""Gradient compression: how many bytes each format sends, and the loss it reaches.
 
 python examples/compression.py
 """

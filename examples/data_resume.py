@@ -1,4 +1,4 @@
-"""Stop in mid-epoch and go on with another number of ranks: no sample twice, none lost.
+"""Stop in mid-epoch and resume on another number of ranks: no sample is lost or repeated.
 
 python examples/data_resume.py
 """

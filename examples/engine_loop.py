@@ -20,7 +20,7 @@ engine = paceline.Engine(
     loss=token_cross_entropy,  # returns a sum and a count: the mean is over tokens
     optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
     clip_norm=1.0,
-    microbatch=8,  # larger shares are cut; their gradients add up without communication
+    microbatch=8,  # larger shares are accumulated, without communication
 )
 with paceline.loader(train, global_batch=48, seed=0) as batches:
     for batch in batches:  # this rank's share of each global batch of 48

@@ -1,4 +1,4 @@
-"""Replicas that train alone and meet now and then: what travels, and what becomes of the loss.
+"""Local steps (DiLoCo): how many bytes are sent, and the loss that is reached.
 
 python examples/local_steps.py
 """
@@ -27,7 +27,7 @@ def train(local_steps: paceline.LocalSteps) -> paceline.History:
     return trainer.fit(dataset, dataset, epochs=15, nproc=2)
 
 
-# DiLoCo's usual outer momentum (0.9) is for long runs: this one meets a dozen times.
+# DiLoCo's usual outer momentum (0.9) is for long runs: this one synchronises a dozen times.
 outer = {"outer_lr": 0.7, "outer_momentum": 0.5}
 settings = {
     "local SGD": paceline.LocalSteps(every=10, method="average"),

@@ -1,4 +1,4 @@
-"""Keep your own `loss.backward()`: `prepare` spreads the parts over the ranks.
+"""Keep your own `loss.backward()`: `prepare` distributes model, optimizer and data over the ranks.
 
 python prepare_loop.py
 paceline train --script prepare_loop.py --nproc 3
@@ -24,7 +24,7 @@ for epoch in range(3):
     for x, y in loader:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
-        loss.backward()  # averages over all ranks, by how many samples each had
+        loss.backward()  # averages over all ranks, weighted by their samples
         optimizer.step()
     if paceline.World.current().is_main:
         print(f"epoch {epoch}: loss on rank 0's last batch {loss.item():.4f}")

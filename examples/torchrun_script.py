@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/torchrun_script.py --steps 50
     paceline train --script examples/torchrun_script.py --nproc 2 -- --steps 50
 
-do the same; the second keeps a log per rank, shows the first failing rank's traceback alone, and
-leaves no process behind.
+do the same. The second keeps a log per rank, shows only the traceback of the first rank that
+fails, and leaves no process running.
 """
 
 from __future__ import annotations

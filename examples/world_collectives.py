@@ -1,4 +1,4 @@
-"""Join a world and let its ranks talk. Run it alone, or on two ranks:
+"""Join a world and use its collectives. Run it alone, or on two ranks:
 
 python examples/world_collectives.py
 torchrun --nproc-per-node 2 examples/world_collectives.py

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer.main
 
 import paceline
+from docs_blocks import PAGES, ROOT, blocks
 from paceline.checkpoint.folder import Folder
 from paceline.cli.app import app
+from paceline.config import Config
 from paceline.config.keys import FIELDS, is_free
 from paceline.options.rules import RULES
 from paceline.trainer.history import History
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FREE = {("checkpoint", "storage"), ("tensor", "plan"), ("compress", "rules"), ("device_map",)}
 """Mappings whose keys are the user's own."""
@@ -168,23 +167,6 @@ def test_every_attribute_of_what_users_hold_exists(page: Path) -> None:
     assert wrong == set()
 
 
-def test_the_page_of_memory_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
-    batch = torch.randn(8, 3), torch.randn(8, 1)
-    engine = paceline.Engine(
-        model,
-        loss=torch.nn.MSELoss(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    )
-    text = (ROOT / "docs" / "guides" / "memory.md").read_text(encoding="utf-8")
-    where_it_goes, measured, _, recompute = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:4]
-    names = {"engine": engine, "batch": batch, "torch": torch}
-    for block in (where_it_goes, measured, recompute):
-        exec(block, names)
-    assert capsys.readouterr().out.startswith("parameters 64 B, gradients 0 B")
-    assert names["by_rank"][0].devices["cpu"]["parameters"] == 64  # type: ignore[index]
-
-
 def test_the_page_of_layouts_has_every_rule() -> None:
     text = (ROOT / "docs" / "guides" / "layouts.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
@@ -192,3 +174,29 @@ def test_the_page_of_layouts_has_every_rule() -> None:
         name for row in rows for name in re.findall(r"`([a-z]+(?:-[a-z]+)+)`", row.split("|")[1])
     }
     assert told == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "design.md"], ids=str)
+def test_every_file_of_ours_exists(page: Path) -> None:
+    # The design is left out: it names files of other projects, too.
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`(?:python )?((?:tests|benchmarks|examples|recipes)/[\w/.]+)", text)
+    assert [name for name in named if not (ROOT / name.rstrip(".")).exists()] == []
+
+
+def test_the_page_of_configs_has_an_example_of_every_section() -> None:
+    examples = [
+        block.code for block in blocks(ROOT / "docs/guides/config.md") if block.language == "yaml"
+    ]
+    shown = {line.partition(":")[0] for text in examples for line in text.split("\n")}
+    assert set(Config.model_fields) <= shown
+
+
+def test_the_page_of_checkpoints_has_every_command_and_only_real_options() -> None:
+    text = (ROOT / "docs" / "guides" / "checkpoints.md").read_text(encoding="utf-8")
+    known = {
+        name: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+        for name, command in COMMANDS.commands["checkpoint"].commands.items()
+    }
+    assert set(re.findall(r"^\| `(\w+) [A-Z]", text, flags=re.MULTILINE)) == set(known)
+    assert set(re.findall(r"`(--[a-z-]+)", text)) <= set().union(*known.values())

@@ -107,7 +107,7 @@ class StorageError(CheckpointError):
 
 
 def is_damage(error: CheckpointError) -> bool:
-    """Whether it tells of bytes that are lost for good, so that an older checkpoint must do."""
+    """Whether it reports bytes that are lost for good, so that an older checkpoint must do."""
     return isinstance(error, CheckpointDamaged) or (
         isinstance(error, StorageError) and error.unreadable
     )

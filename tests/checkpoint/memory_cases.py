@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from paceline.checkpoint.boxes import Box
-from paceline.checkpoint.memory.find import find_in_memory
+from paceline.checkpoint.hashing import XXH3, Digest
+from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
+from paceline.checkpoint.memory.find import snapshots_in_memory
+from paceline.checkpoint.memory.segment_files import ROOT
 from paceline.checkpoint.memory.snapshots import MemorySnapshots
 from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
+from paceline.errors import CheckpointError
 
 ROWS, COLUMNS = 24, 30
 
@@ -110,3 +115,27 @@ def recall(
     assert found.read_object("random/0")["text"] == "x" * (found.step * 37)
     found.close()
     return found.rung, found.step, said
+
+
+def find_in_memory(
+    run: str | os.PathLike[str],
+    group: dist.ProcessGroup | None,
+    *,
+    identity: str = "",
+    root: str | os.PathLike[str] = ROOT,
+    on_problem: Callable[[str], None] | None = None,
+    digest: Digest = XXH3,
+) -> MemoryCheckpoint | None:
+    """The newest snapshot that is whole, from copies where need be. A collective.
+
+    ``None`` where there is none; what was not whole is told to ``on_problem``.
+    """
+    for held in snapshots_in_memory(
+        run, group, identity=identity, root=root, on_problem=on_problem, digest=digest
+    ):
+        try:
+            return held.open()
+        except CheckpointError as error:
+            if on_problem is not None:
+                on_problem(str(error))
+    return None

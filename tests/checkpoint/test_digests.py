@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint.memory_cases import find_in_memory
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.hashing import (
@@ -23,7 +24,6 @@ from paceline.checkpoint.hashing import (
 from paceline.checkpoint.listing import list_checkpoints
 from paceline.checkpoint.locate import find_checkpoint
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.memory.find import find_in_memory
 from paceline.checkpoint.memory.segment_files import folder_of, segments
 from paceline.checkpoint.memory.snapshots import MemorySnapshots
 from paceline.checkpoint.rank_state import RankState, whole_part

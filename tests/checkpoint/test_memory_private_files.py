@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import paceline
+from checkpoint.memory_cases import find_in_memory
 from paceline import events
-from paceline.checkpoint.memory.find import find_in_memory
 from paceline.checkpoint.memory.segment_files import (
     ROOT,
     folder_of,

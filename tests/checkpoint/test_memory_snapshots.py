@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from checkpoint.memory_cases import (
     empty_parts,
+    find_in_memory,
     group,
     make_roots,
     rank_and_size,
@@ -23,7 +24,6 @@ from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.hashing import FileEntry
 from paceline.checkpoint.manifest import Manifest, Stored, TensorEntry
 from paceline.checkpoint.memory import snapshots as memory
-from paceline.checkpoint.memory.find import find_in_memory
 from paceline.checkpoint.memory.nodes import partners
 from paceline.checkpoint.memory.segment_files import folder_of, free_run, make_folder, segments
 from paceline.checkpoint.memory.snapshots import MemorySnapshots

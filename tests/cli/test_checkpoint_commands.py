@@ -281,13 +281,13 @@ def test_diff_like_diff(paceline: Terminal, run: Path, tmp_path: Path) -> None:
     save_step(tmp_path / "other", 30)
     status, printed, _ = paceline("diff", run, tmp_path / "other")
     assert status == 0
-    assert printed.endswith("equal to the bit: 3 tensors and 1 object\n")
+    assert printed.endswith("bitwise-identical: 3 tensors and 1 object\n")
     status, printed, _ = paceline("diff", run, run, "--step-a", "10")
     assert status == 1
     lines = [line.split() for line in printed.splitlines()]
     assert ["model/w", "values", "float32", "[4,", "3]", "12", "20", "0.667"] in lines
     assert ["engine/step", "10", "30"] in lines
-    assert "1 tensor and 1 value differ; 2 tensors and 0 objects are equal to the bit" in printed
+    assert "1 tensor and 1 value differ; 2 tensors and 0 objects are bitwise-identical" in printed
     assert paceline("diff", run, run, "--step-a", "10", "--only", "optimizer/*")[0] == 0
     answer = paceline.json("diff", run, run, "--step-a", "10")
     assert (answer["status"], answer["equal"]) == (1, False)

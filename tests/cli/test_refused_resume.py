@@ -11,7 +11,7 @@ import pytest
 
 from paceline import events
 from paceline.cli import main
-from paceline.cli.train_nodes import Nodes
+from paceline.cli.train_nodes import SharedRunFolder
 from paceline.config import load
 from paceline.errors import PacelineError, RankFailed
 from paceline.events import RunFinished, RunStarted, StepDone
@@ -193,7 +193,7 @@ def test_machines_that_meet_leave_the_settings_of_a_run_that_goes_on(tmp_path: P
     choices = RunChoice(resume=str(tmp_path)), RunChoice(root=tmp_path / "runs")
     for choice, wanted in zip(choices, ("old", "new"), strict=True):
         with contextlib.ExitStack() as stack:
-            nodes = Nodes(
+            nodes = SharedRunFolder(
                 choice,
                 config_text="new",
                 checkpoint_where=None,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import paceline
 from paceline.config import Config
 from paceline.errors import RankFailed, TrainingError
-from paceline.parallel.same_values import take_first_values
+from paceline.parallel.broadcast_weights import take_first_values
 from paceline.trainer.run import engine_options
 
 LAYOUTS = {

@@ -19,7 +19,7 @@ from node_cases import wait_for
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from paceline.checkpoint.memory.background_thread import BackgroundThread
-from paceline.cli.train_nodes import Nodes
+from paceline.cli.train_nodes import SharedRunFolder
 from paceline.diagnose.hangs import stand_in
 from paceline.diagnose.hangs.board import Board
 from paceline.diagnose.hangs.oversee import HangOverseer
@@ -89,7 +89,7 @@ def test_no_message_names_a_file(tmp_path: Path, name: Any) -> None:
     run = tmp_path / "run"
     run.mkdir()
     stack: Any = None
-    nodes = Nodes(RunChoice(), config_text="", checkpoint_where=None, stack=stack)
+    nodes = SharedRunFolder(RunChoice(), config_text="", checkpoint_where=None, stack=stack)
     nodes.run = RunFolder(run)
     said: list[str] = []
     main = EventForwarder(lambda _: None, nodes.keep_log, said.append)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.train_nodes import Nodes
+from paceline.cli.train_nodes import SharedRunFolder
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import EventLog, Note
 from paceline.launch import run_folder
@@ -42,8 +42,8 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 def nodes_for(
     choice: RunChoice, stack: contextlib.ExitStack, where: str | None = "s3://b"
-) -> Nodes:
-    nodes = Nodes(choice, config_text=MINE, checkpoint_where=where, stack=stack)
+) -> SharedRunFolder:
+    nodes = SharedRunFolder(choice, config_text=MINE, checkpoint_where=where, stack=stack)
     nodes.is_over = lambda: True
     return nodes
 

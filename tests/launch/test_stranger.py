@@ -78,7 +78,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def test_a_scan_finds_the_doors_of_the_tunnel_and_nothing_else(scene: Scene) -> None:
-    """The meeting place, the round's store and the keepalive_server; Gloo's doors are sealed."""
+    """The rendezvous, the round's store and the keep-alive port; Gloo's sockets are sealed."""
     ports = {host: set(found) for host, found in scene.open_ports.items()}
     meeting, other = (host.address for host in scene.hosts[:2])
     assert PORT in ports[meeting]

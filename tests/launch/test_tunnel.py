@@ -39,6 +39,7 @@ from paceline.launch.secret import (
     open_to_strangers,
 )
 from paceline.launch.tunnel import Tunnel, WrongSecret
+from paceline.launch.tunnel_connections import MOST_HANDSHAKES
 
 NOBODY = 65534
 
@@ -223,7 +224,7 @@ def test_silence_garbage_and_floods_do_not_keep_the_real_ones_out(
 ) -> None:
     connection = StoreConnection("127.0.0.1", served.port, 5.0, there)
     where = ("127.0.0.1", served.port)
-    held = [socket.create_connection(where, timeout=5) for _ in range(module.MOST_HANDSHAKES)]
+    held = [socket.create_connection(where, timeout=5) for _ in range(MOST_HANDSHAKES)]
     try:
         for number, stranger in enumerate(held):
             with contextlib.suppress(OSError):

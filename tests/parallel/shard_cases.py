@@ -25,7 +25,7 @@ class Loss(nn.Module):
         self.model = model
 
     def forward(self, batch: Any, items: int = 0) -> Any:
-        from paceline.parallel.term import Term
+        from paceline.parallel.loss_term import Term
 
         inputs, targets = batch
         output = self.model(inputs)

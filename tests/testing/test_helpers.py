@@ -23,7 +23,7 @@ from paceline.testing import (
     make_vectors,
     raise_at,
 )
-from paceline.testing.faults import Fault
+from paceline.testing.faults import PlannedFault
 
 NAN = math.nan
 SAME = [
@@ -62,7 +62,7 @@ DIFFERENT = [
 def test_the_first_difference_is_named(a, b, message):
     with pytest.raises(AssertionError) as caught:
         assert_same(a, b)
-    assert str(caught.value) == message + " (allowed: equal to the bit)"
+    assert str(caught.value) == message + " (allowed: bitwise-identical)"
 
 
 def test_tolerances_count():
@@ -140,7 +140,7 @@ def test_a_delay_delays_and_an_unknown_fault_is_refused():
     FaultPlan(delay_at(rank=0, step=1, seconds=0.05)).reach(1)
     assert time.monotonic() - start >= 0.05
     with pytest.raises(ValueError, match="no such fault: 'explode'"):
-        FaultPlan(Fault("explode", 0, 0)).reach(0)
+        FaultPlan(PlannedFault("explode", 0, 0)).reach(0)
 
 
 def test_a_fault_belongs_to_one_attempt(monkeypatch):

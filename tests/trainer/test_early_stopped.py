@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import events
+from paceline.checkpoint.restore import OpenedCheckpoint
 from paceline.errors import CheckpointError
-from paceline.trainer.restoring import Opened
 
 
 def data() -> TensorDataset:
@@ -90,9 +90,9 @@ def test_a_checkpoint_gives_values_to_known_fields_alone(
     name: str, tampered: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer(tmp_path, schedule=True).fit(data(), data(), epochs=1)
-    read = Opened.read_object
+    read = OpenedCheckpoint.read_object
 
-    def tamper(self: Opened, asked: str) -> Any:
+    def tamper(self: OpenedCheckpoint, asked: str) -> Any:
         value = read(self, asked)
         if asked == name:
             return {**value, **tampered} if tampered is not None else ["x"]
@@ -102,7 +102,7 @@ def test_a_checkpoint_gives_values_to_known_fields_alone(
             return {**value, "schedule": {**value["schedule"], **tampered}}
         return value
 
-    monkeypatch.setattr(Opened, "read_object", tamper)
+    monkeypatch.setattr(OpenedCheckpoint, "read_object", tamper)
     with pytest.raises(CheckpointError, match=problem):
         trainer(tmp_path, schedule=True).fit(data(), data(), epochs=2, resume=True)
 

@@ -262,7 +262,7 @@ def test_an_unreachable_meeting_place_is_named(monkeypatch):
     with pytest.raises(WorldError) as caught:
         World.init(timeout=1, device="cpu")
     text = str(caught.value)
-    assert text.startswith(f"rank 1 of 2 could not reach the meeting place 127.0.0.1:{port}")
+    assert text.startswith(f"rank 1 of 2 could not reach the store at 127.0.0.1:{port}")
     assert "within 1 s. Is rank 0 running" in text
 
 
@@ -275,7 +275,7 @@ def test_a_taken_port_is_named(monkeypatch):
         with pytest.raises(WorldError) as caught:
             World.init(timeout=1, device="cpu")
     text = str(caught.value)
-    assert text.startswith(f"rank 0 of 2 could not open the meeting place 127.0.0.1:{port}")
+    assert text.startswith(f"rank 0 of 2 could not open the store at 127.0.0.1:{port}")
     assert "Is the port taken by another run" in text
 
 

@@ -1,6 +1,16 @@
 """Saving, checking and loading the state of a run; each name is loaded when it is first used.
 
 Commands that only look at checkpoints must not wait for torch.
+
+- ``checkpoint``: one checkpoint; ``folder``: those of a run; ``locate``: from a path or URL there;
+  ``listing``, ``pruning``, ``retention``, ``best``, ``diff``.
+- ``manifest``: the file that says what a checkpoint holds; ``hashing``: digests and keys;
+  ``block_reader``: bytes that are checked as they are read.
+- ``rank_state``, ``boxes``: which part of each tensor a rank holds; ``restore``, ``restore_order``.
+- ``sharded/``: all ranks save and load together, on torch.distributed.checkpoint.
+- ``memory/``: the copy in shared memory, on this node and a partner's.
+- ``storage/``: local folders and object stores, and the lock on them.
+- ``weights/``: import and export for other programs.
 """
 
 from __future__ import annotations

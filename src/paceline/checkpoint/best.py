@@ -29,6 +29,14 @@ def best_info(metric: str | None, mode: Mode) -> dict[str, Any]:
     return {} if metric is None else {_KEY: {"metric": metric, "mode": mode}}
 
 
+def metrics_in(info: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics in the info of a checkpoint, by name; what is no number is left out."""
+    metrics = info.get("metrics")
+    if not isinstance(metrics, dict):
+        return {}
+    return {str(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+
+
 def goal_of(
     infos: Sequence[Mapping[str, Any]],
     metric: str | None = None,

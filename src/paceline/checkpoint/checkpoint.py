@@ -123,7 +123,7 @@ class Checkpoint:
         chosen = [file for file in entries if files is None or file in files]
         turn, stopped = threading.Lock(), threading.Event()
 
-        def tell(count: int) -> None:
+        def report(count: int) -> None:
             if stopped.is_set():
                 raise CheckpointError("another thread failed.")  # nobody waits for this any more
             if progress is not None:
@@ -132,7 +132,7 @@ class Checkpoint:
 
         def check(file: str) -> list[Damage]:
             path = f"{self.name}/{file}"
-            return file_damages(self.storage, path, file, entries[file], tell, self.digest)
+            return file_damages(self.storage, path, file, entries[file], report, self.digest)
 
         with ThreadPoolExecutor(max(1, min(len(chosen), os.cpu_count() or 1, 8))) as pool:
             checks = [pool.submit(check, file) for file in chosen]

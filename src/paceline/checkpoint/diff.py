@@ -21,7 +21,7 @@ _EXACT = 2.0**53
 """Up to here float64 tells whole numbers apart."""
 _WORDS = 60
 CLOCKS = frozenset({"loop/epoch_seconds"})
-"""Values that are seconds on a clock: no two runs have the same, so that they are told and not
+"""Values that are seconds on a clock: no two runs have the same, so that they are reported and not
 counted."""
 
 ONLY_A, ONLY_B = "only in A", "only in B"
@@ -30,7 +30,7 @@ _ORDER = (ONLY_A, ONLY_B, "shape", "dtype", "values")
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not equal to the bit.
+    """A tensor that is not bitwise-identical.
 
     ``kind`` is ``only in A``, ``only in B``, ``shape``, ``dtype`` or ``values``; ``a`` and ``b``
     say dtype and shape. ``elements`` of them differ, at most by ``absolute``, and by ``relative``
@@ -69,7 +69,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether every tensor and every object is the same, to the bit, but for clocks."""
+        """Whether every tensor and every object is bitwise-identical, but for clocks."""
         return not self.tensors and not self.objects
 
 
@@ -93,12 +93,12 @@ def diff_checkpoints(
 
 
 def _diff(
-    a: Checkpoint, b: Checkpoint, only: Sequence[str], tell: Callable[[int], None]
+    a: Checkpoint, b: Checkpoint, only: Sequence[str], progress: Callable[[int], None]
 ) -> Difference:
     result = Difference()
     for name in _chosen({**a.manifest.tensors, **b.manifest.tensors}, only):
         found = _compare_tensor(name, a, b)
-        tell(sum(_length(one.manifest, name) for one in (a, b)))
+        progress(sum(_length(one.manifest, name) for one in (a, b)))
         if found is None:
             result.equal_tensors += 1
         else:

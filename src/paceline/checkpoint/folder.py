@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from paceline.checkpoint.best import Mode, goal_of
+from paceline.checkpoint.best import Mode, goal_of, metrics_in
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.hashing import XXH3, Digest
 from paceline.checkpoint.manifest import MANIFEST, is_old, name_of, step_of
@@ -63,7 +63,7 @@ class Folder:
     ) -> Checkpoint | None:
         """The newest checkpoint of which every byte is as it was saved; ``None`` if there is none.
 
-        Each one that is damaged is told to ``on_damage``, left as it is and stepped over. Where
+        Each one that is damaged is given to ``on_damage``, left as it is and stepped over. Where
         all of them are damaged, that is an error: to begin again would throw the run away.
         """
         said = ""
@@ -185,8 +185,6 @@ def _info(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _entry(checkpoint: Checkpoint) -> Entry:
     try:
-        metrics = checkpoint.manifest.info.get("metrics") or {}
-    except CheckpointError:
+        return Entry(checkpoint.step, metrics_in(checkpoint.manifest.info))
+    except CheckpointError:  # damaged
         return Entry(checkpoint.step, good=False)
-    numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
-    return Entry(checkpoint.step, numbers)

@@ -81,7 +81,7 @@ def _look_remotely(storage: Storage, names: list[str]) -> list[Listed]:
         everything = storage.fs.find(top, detail=True)
     except Exception as error:  # stores raise their client library's own kinds
         raise StorageError(
-            f"cannot list {storage.where}: {storage.told(error)}."
+            f"cannot list {storage.where}: {storage.text_of(error)}."
         ) from storage.cause(error)
     files: dict[str, dict[str, int]] = {name: {} for name in names}
     inside = storage.root.strip("/") + "/"

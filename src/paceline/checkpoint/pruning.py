@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.checkpoint.best import metrics_in
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.listing import Listed, list_checkpoints
 from paceline.checkpoint.retention import Entry, Keep, to_delete
@@ -48,7 +49,7 @@ def plan_prune(
     gone: set[int] = set()
     if keep is not None:
         _check_metric(whole, keep)
-        gone = set(to_delete([Entry(one.step, metrics_of(one)) for one in whole], keep))
+        gone = set(to_delete([Entry(one.step, metrics_in(one.info)) for one in whole], keep))
     return PrunePlan(
         [one for one in whole if one.step in gone],
         [one for one in whole if one.step not in gone],
@@ -77,19 +78,11 @@ def prune(
     return [*(one.name for one in plan.delete), *folder.clean()]
 
 
-def metrics_of(listed: Listed) -> dict[str, float]:
-    """The metrics that a checkpoint was saved with."""
-    metrics = listed.info.get("metrics")
-    if not isinstance(metrics, dict):
-        return {}
-    return {str(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
-
-
 def _check_metric(whole: list[Listed], keep: Keep) -> None:
     """A metric that no checkpoint knows would keep nothing by it: no doubt a slip."""
-    if not keep.best or not whole or any(keep.metric in metrics_of(one) for one in whole):
+    if not keep.best or not whole or any(keep.metric in metrics_in(one.info) for one in whole):
         return
-    known = sorted({name for one in whole for name in metrics_of(one)})
+    known = sorted({name for one in whole for name in metrics_in(one.info)})
     raise CheckpointError(
         f"no checkpoint was saved with the metric {keep.metric!r}; they have "
         f"{', '.join(known) or 'none'}. Nothing was deleted."

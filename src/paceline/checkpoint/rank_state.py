@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint.boxes import Box, whole
+from paceline.checkpoint.boxes import Box, boxes_of, whole
+from paceline.checkpoint.manifest import TensorEntry
 from paceline.errors import CheckpointError
+from paceline.parallel.whole import held_runs, local
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,26 @@ def whole_part(tensor: Tensor) -> Part:
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     return Part(shape, tensor.dtype, (Piece(whole(shape), tensor),))
+
+
+def held_part(tensor: Tensor) -> Part:
+    """What this rank holds of ``tensor``; shares its memory."""
+    if not isinstance(tensor, DTensor):
+        return whole_part(tensor)
+    own = local(tensor).detach()
+    pieces = tuple(
+        Piece(box, own[inner.slices()] if own.ndim else own)
+        for box, inner in boxes_of(held_runs(tensor))
+    )
+    return Part(tuple(tensor.shape), tensor.dtype, pieces)
+
+
+def empty_for(entry: TensorEntry, like: Tensor | None) -> Tensor:
+    """Memory for a saved tensor: cut as ``like`` is where it has its shape, else whole."""
+    dtype = getattr(torch, entry.dtype)
+    if like is not None and entry.shape == tuple(like.shape):
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(entry.shape, dtype=dtype)
 
 
 def check_piece(name: str, part: Part, piece: Piece) -> None:

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from paceline import __version__
-from paceline.cli import bench, checkpoint, config
+from paceline.cli.bench import app as bench
+from paceline.cli.checkpoint import app as checkpoint
+from paceline.cli.config import app as config
 from paceline.cli.diagnose import diagnose
 from paceline.cli.doctor import doctor
 from paceline.cli.rendezvous import rendezvous
@@ -22,6 +23,7 @@ from paceline.cli.secret import secret
 from paceline.cli.train import train
 from paceline.cli.train_usage import TrainCommand
 from paceline.cli.verify import verify
+from paceline.version import __version__
 
 
 class _Commands(TyperGroup):
@@ -72,9 +74,9 @@ app.command()(secret)
 app.command()(schedule)
 app.command()(doctor)
 app.command()(diagnose)
-app.add_typer(config.app, name="config")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(bench.app, name="bench")
+app.add_typer(config, name="config")
+app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def verify(
     The exit status is 0 when all is as it was saved, 1 when anything is damaged, 2 for a mistake.
     """
     from paceline.checkpoint.locate import find_folder
-    from paceline.cli.checkpoint_views import show_verdicts, verified
+    from paceline.cli.checkpoint_views import show_checked, verified
     from paceline.errors import CheckpointError
 
     with _trouble_apart():
@@ -125,9 +125,9 @@ def verify(
         else:
             chosen = [_find(where, step, best, metric, mode, follow=follow, key=key)]
         found = [verified(checkpoint) for checkpoint in chosen]
-        verdicts = [verdict for verdict in found if verdict is not None]
-    show_verdicts(verdicts, as_json)
-    if any(verdict.damages for verdict in verdicts):
+        results = [result for result in found if result is not None]
+    show_checked(results, as_json)
+    if any(result.damages for result in results):
         raise SystemExit(1)
 
 
@@ -158,7 +158,7 @@ def diff(
 ) -> None:
     """Say which tensors and objects of two checkpoints differ, and by how much.
 
-    They may be of different layouts. The exit status is 0 when they are equal to the bit, 1 when
+    They may be of different layouts. The exit status is 0 when they are bitwise-identical, 1 when
     they differ, 2 for a mistake. How many seconds a run took (loop/epoch_seconds) does not count.
     """
     from paceline.checkpoint.diff import bytes_to_read, diff_checkpoints

@@ -110,7 +110,7 @@ def _shortened(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckedCheckpoint:
     """What reading every byte of a checkpoint found."""
 
     path: str
@@ -120,7 +120,7 @@ class Verdict:
     damages: list[Damage]
 
 
-def verified(checkpoint: Checkpoint) -> Verdict | None:
+def verified(checkpoint: Checkpoint) -> CheckedCheckpoint | None:
     """Read every byte of a checkpoint, with a bar; ``None`` if it was deleted meanwhile."""
     from paceline.checkpoint.manifest import MANIFEST
     from paceline.errors import CheckpointError
@@ -130,30 +130,32 @@ def verified(checkpoint: Checkpoint) -> Verdict | None:
     try:
         total = checkpoint.manifest.size
     except CheckpointError:
-        total, was_there = 0, False  # told as a damage
+        total, was_there = 0, False  # reported as damage
     with bar(f"step {checkpoint.step}", total) as move:
         damages = checkpoint.damages(move)
     manifest = f"{checkpoint.name}/{MANIFEST}"
     if damages and was_there and checkpoint.storage.size(manifest) is None:
         echo(f"{shown(checkpoint.path)} was deleted meanwhile", err=True)
         return None
-    return Verdict(checkpoint.path, checkpoint.step, total, time.perf_counter() - started, damages)
+    return CheckedCheckpoint(
+        checkpoint.path, checkpoint.step, total, time.perf_counter() - started, damages
+    )
 
 
-def show_verdicts(verdicts: Sequence[Verdict], as_json: bool) -> None:
+def show_checked(results: Sequence[CheckedCheckpoint], as_json: bool) -> None:
     """Print what is whole and what is damaged."""
     if as_json:
         show_json(
-            {"ok": not any(v.damages for v in verdicts), "checkpoints": list(map(asdict, verdicts))}
+            {"ok": not any(v.damages for v in results), "checkpoints": list(map(asdict, results))}
         )
         return
-    for verdict in verdicts:
-        if not verdict.damages:
-            speed = f"{size(verdict.bytes)} in {duration(verdict.seconds)}"
-            echo(f"whole: {shown(verdict.path)} ({speed})")
+    for result in results:
+        if not result.damages:
+            speed = f"{size(result.bytes)} in {duration(result.seconds)}"
+            echo(f"whole: {shown(result.path)} ({speed})")
             continue
-        echo(f"damaged: {shown(verdict.path)}")
-        for damage in verdict.damages:
+        echo(f"damaged: {shown(result.path)}")
+        for damage in result.damages:
             echo(f"  {damage}")
 
 
@@ -184,10 +186,10 @@ def show_difference(
         echo(f"… and {left} more; --limit 0 lists all")
     equal = f"{plural(found.equal_tensors, 'tensor')} and {plural(found.equal_objects, 'object')}"
     if found.equal:
-        echo(f"equal to the bit: {equal}")
+        echo(f"bitwise-identical: {equal}")
     else:
         differ = f"{plural(len(found.tensors), 'tensor')} and {plural(len(found.objects), 'value')}"
-        echo(f"{differ} differ; {equal} are equal to the bit")
+        echo(f"{differ} differ; {equal} are bitwise-identical")
     for clock in found.clocks:
         echo(f"not counted, being seconds: {clock.name}, {clock.a} in A, {clock.b} in B")
 

@@ -1,4 +1,4 @@
-"""``paceline rendezvous``: the meeting place as a process of its own, on a machine that stays."""
+"""``paceline rendezvous``: the rendezvous store as a process of its own, on a lasting machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rendezvous(
     port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535)] = 29400,
     secret_file: SecretFile = None,
 ) -> None:
-    """Serve the place where launchers of several machines meet, until Ctrl-C.
+    """Serve the rendezvous of launchers on several machines, until Ctrl-C.
 
     Run it on a machine that stays, and name that one in --rdzv: then every machine that trains may
     come and go. It needs next to nothing, serves one run at a time, and may be restarted under a

@@ -112,7 +112,7 @@ def _leave_refused(error: OSError) -> NoReturn:
 
 
 def _leave(status: int, words: str = "") -> NoReturn:
-    """Say why, if there is anybody to tell, and go; Python's own flush at exit finds no trouble."""
+    """Print why, if anybody can read it, and leave; Python's own flush at exit finds no trouble."""
     if words:
         say(words, error=True)
     for stream in (sys.stdout, sys.stderr):

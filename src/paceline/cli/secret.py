@@ -15,7 +15,7 @@ def secret(
     """Make a secret for the machines of a run, in a file that only you can read.
 
     Copy it to every machine (scp -p keeps it yours alone) and give each of them --secret-file
-    FILE: then only they can take part in the run, and what they tell each other to meet is
+    FILE: then only they can take part in the run, and what they send each other to meet is
     encrypted.
     """
     from paceline.launch.secret import make_secret

@@ -274,7 +274,7 @@ def _run_script(request: _Request) -> None:
             limits=RestartLimits(restarts, config.launch.max_preemptions, config.launch.backoff),
             standby=config.launch.standby,
             grace=config.launch.grace,
-            # What a script does between two collectives is its own affair: told, not acted upon.
+            # What a script does between two collectives is its own affair: only reported.
             hang_watcher=lambda: HangOverseer(action="wait", events_dir=run.path),
             **({} if joined is None else joined.job_options()),
         )
@@ -341,12 +341,12 @@ def _meet(
     script: str | None = None,
 ) -> Joined:
     """Meet the launchers of the other machines, and agree with them on the run."""
-    from paceline.cli.train_nodes import Nodes, asked_of, meet
+    from paceline.cli.train_nodes import SharedRunFolder, asked_of, meet
     from paceline.config import dump
     from paceline.config.keys import flat
 
     is_script = script is not None
-    nodes = Nodes(
+    nodes = SharedRunFolder(
         choice,
         config_text=None if is_script else dump(config),
         checkpoint_where=config.checkpoint.where,

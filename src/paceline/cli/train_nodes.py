@@ -1,4 +1,4 @@
-"""``paceline train`` on several machines: the run they have in common, as one of them sees it."""
+"""``paceline train`` on several machines: the rendezvous, and the run folder they share."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Joined:
         return f"{me}; the run is shown on node 0 ({hosts[0]})"
 
 
-class Nodes:
-    """Makes or takes over the run's folder when the machines have met; see ``RunHooks``."""
+class SharedRunFolder:
+    """Makes the run's folder, or joins the one that another machine made; see ``RunHooks``."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Nodes:
         self.is_over: Callable[[], bool] = lambda: False
 
     def make(self) -> RunInfo:
-        """The run's folder, made here; all machines get to know it."""
+        """Make the run's folder here; all machines get to know it."""
         from paceline.launch.rendezvous.membership import RunInfo
 
         run = RunFolder(Path(os.path.abspath(self._choice.make().path)))
@@ -175,11 +175,11 @@ class Nodes:
 
 def meet(
     config: Config,
-    nodes: Nodes,
+    nodes: SharedRunFolder,
     asked: Mapping[str, str],
     stack: contextlib.ExitStack,
 ) -> Joined:
-    """Meet the other machines for the first time; returns when a world has formed."""
+    """The first rendezvous with the other machines; returns when a world has formed."""
     env = _quiet_torch()
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 

@@ -1,4 +1,4 @@
-"""What ``paceline train`` tells the user when a run has ended, and how to go on from there."""
+"""What ``paceline train`` reports when a run has ended, and how to go on from there."""
 
 from __future__ import annotations
 

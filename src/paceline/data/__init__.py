@@ -1,4 +1,13 @@
-"""Data: the global order, the loader that walks it, and text that every machine has."""
+"""Data: the global order, the loader that walks it, and text that every machine has.
+
+- ``make_loader``: the function :func:`loader`; ``torch_dataloader``: one made of a DataLoader.
+- ``loader``: the class, its position and its state; ``batch_shares``: each rank's share of a batch.
+- ``shuffle_order``: the order of an epoch, computed and never stored.
+- ``map_dataset``, ``custom_sampler``, ``iterable_dataset``, ``rank_sharded_stream``: the kinds of
+  source that samples are read from; ``sample_source`` is what they have in common.
+- ``rank_comparison``, ``fingerprints``: ranks compare what they read.
+- ``randomness``: what samples draw, apart from what the model draws.
+"""
 
 from paceline.data.batch_shares import Share, share, steps_per_epoch
 from paceline.data.loader import Loader

@@ -19,7 +19,7 @@ from paceline.data.fingerprints import INDICES, Leaf, digest
 from paceline.data.map_dataset import BatchRequest, MapSource
 from paceline.data.randomness import RandomStream, seed_for
 from paceline.data.rank_comparison import Drawn
-from paceline.data.sample_source import Fetching, LoaderPosition
+from paceline.data.sample_source import Fetching, LoaderPosition, set_epoch
 from paceline.errors import DataError
 
 
@@ -104,14 +104,13 @@ class SamplerSource(MapSource):
         if first:
             self._probes = tuple(batch[:1] + batch[1:][-1:])
         plain = [int(i) if isinstance(i, torch.Tensor) and i.ndim == 0 else i for i in batch]
-        told = Leaf(INDICES, f"{len(batch)} drawn", (*plain[:3], digest(plain)))
-        return (self._probes if first else ()), (("the sampler's batch of ", (told,)),)
+        indices = Leaf(INDICES, f"{len(batch)} drawn", (*plain[:3], digest(plain)))
+        return (self._probes if first else ()), (("the sampler's batch of ", (indices,)),)
 
     def _epoch(self, epoch: int) -> Iterator[list[Any]]:
         """The batches of one epoch, drawn on generators that every rank seeds alike."""
         for part in self._parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+            set_epoch(part, epoch)
         draw = RandomStream(seed_for(self.seed, epoch))
         iterator = draw.run(lambda: iter(self.batches))
         while (batch := draw.run(lambda: next(iterator, None))) is not None:

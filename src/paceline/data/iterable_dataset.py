@@ -30,6 +30,7 @@ from paceline.data.sample_source import (
     Reader,
     SampleSource,
     read_through,
+    set_epoch,
 )
 from paceline.errors import DataError
 
@@ -150,8 +151,7 @@ class SharedStream(IterableDataset[Any]):
     def _open(self) -> Iterator[Any]:
         """The stream, brought to the place."""
         dataset, place = self.source.dataset, self.place
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(place.epoch)
+        set_epoch(dataset, place.epoch)
         if place.state is not None:
             dataset.load_state_dict(copy.deepcopy(place.state.dataset))
             return iter(dataset)
@@ -192,8 +192,7 @@ def reread_stream(dataset: Any, seed: int, epoch: int, first_state: Any = None) 
 
 def _first_fingerprints(stream: Any, seed: int, epoch: int, first_state: Any) -> list[Fingerprint]:
     def read() -> list[Any]:
-        if hasattr(stream, "set_epoch"):
-            stream.set_epoch(epoch)
+        set_epoch(stream, epoch)
         if first_state is not None:
             stream.load_state_dict(copy.deepcopy(first_state))
         return list(islice(iter(stream), _READ_AGAIN))
@@ -244,8 +243,7 @@ class BatchSource(SampleSource):
 
     def _read(self, place: LoaderPosition) -> Iterator[Delivery]:
         for part in (self.dataloader.dataset, self.dataloader.sampler):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(place.epoch)
+            set_epoch(part, place.epoch)
         draw = RandomStream(seed_for(self.seed, place.epoch))
         batches = draw.run(lambda: iter(self.dataloader))
         end = object()

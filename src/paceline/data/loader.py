@@ -87,7 +87,7 @@ class Loader:
             self._comparison.every_batch = every_batch
 
     def take_note(self) -> str | None:
-        """What there is to tell the user of the batch size, once; else said when it is iterated."""
+        """What the user should know of the batch size, once; else logged when it is iterated."""
         self._ready()
         note, self._note = self._note, None
         return note

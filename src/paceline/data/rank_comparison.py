@@ -2,7 +2,7 @@
 
 A digest of a few bytes is exchanged between the ranks: where the loader stands and what it is over,
 once an iteration; and, where the order is not Paceline's own, what was drawn for each batch. Only
-when digests differ do ranks tell each other more, and then every one of them raises the same error,
+when digests differ do ranks exchange more, and then every one of them raises the same error,
 before it takes a step that another rank would not take with it.
 
 Two things are no difference. What a sample draws from a random generator of its own changes from
@@ -27,7 +27,7 @@ from paceline.data.fingerprints import (
 )
 from paceline.errors import DataError
 from paceline.world import World, collectives
-from paceline.world.agreement import meet
+from paceline.world.agreement import agree_on_call
 
 Drawn = tuple[tuple[str, Fingerprint], ...]
 """Some samples that were drawn for a batch: what to call each of them, and its fingerprint."""
@@ -120,10 +120,12 @@ class RankComparison:
 
     def _compare(self, state: str) -> None:
         with self._world.pulse.during("waiting"):
-            told = (self._facts, state, self._batches, self._samples, self._digests())
-            number = digest(told)
+            seen = (self._facts, state, self._batches, self._samples, self._digests())
+            number = digest(seen)
             everyone = self._world.everyone
-            numbers = meet(everyone, "comparing what ranks draw", checks=True, number=number)
+            numbers = agree_on_call(
+                everyone, "comparing what ranks draw", checks=True, number=number
+            )
         if any(other != number for other in numbers):
             self._look_closer(state)
         self._facts, self._drawn = {}, []
@@ -138,17 +140,17 @@ class RankComparison:
     def _look_closer(self, state: str) -> None:
         """Raise, on all ranks, unless they differ in nothing that counts."""
         own = _RankReport(self._facts, state, self._drawn, self._batches, self._samples)
-        told: list[_RankReport] = collectives.all_gather_object(own)
-        for name in own.facts | told[0].facts:
-            values = [rank.facts.get(name) for rank in told]
+        reports: list[_RankReport] = collectives.all_gather_object(own)
+        for name in own.facts | reports[0].facts:
+            values = [rank.facts.get(name) for rank in reports]
             if any(value != values[0] for value in values):
                 raise DataError(self._facts_differ(name, values))
-        if any((rank.state, rank.batches) != (state, own.batches) for rank in told):
-            raise DataError(self._ends_differ(told))
-        if any(rank.samples != own.samples for rank in told):
-            counts = by_rank([rank.samples for rank in told])
+        if any((rank.state, rank.batches) != (state, own.batches) for rank in reports):
+            raise DataError(self._ends_differ(reports))
+        if any(rank.samples != own.samples for rank in reports):
+            counts = by_rank([rank.samples for rank in reports])
             raise DataError(self._differ(f"the number of samples so far is {counts}"))
-        found = self._differences(told)
+        found = self._differences(reports)
         if not found:
             self._rough = True  # in last digits alone: from now on these are left out
             return
@@ -157,17 +159,17 @@ class RankComparison:
         telling = {INDICES}.union(*(reading.telling for reading in readings))
         left = [difference for difference in found if not is_among(difference.path, varying)]
         if left:
-            raise DataError(self._differ(self._seen(left[0], told)))
+            raise DataError(self._differ(self._seen(left[0], reports)))
         without = self._without | varying
         kept = {leaf.path for _, leaves in self._drawn[0] for leaf in but(leaves, without)}
         if not self._source.order_is_ours and not kept & telling:
-            raise DataError(self._nothing_to_compare(found[0], told))
+            raise DataError(self._nothing_to_compare(found[0], reports))
         self._without, self._rough = without, True
 
-    def _differences(self, told: list[_RankReport]) -> list[_Difference]:
+    def _differences(self, reports: list[_RankReport]) -> list[_Difference]:
         found = []
-        for rank in told[1:]:
-            pairs = zip(told[0].drawn, rank.drawn, strict=True)
+        for rank in reports[1:]:
+            pairs = zip(reports[0].drawn, rank.drawn, strict=True)
             for batch, (first, other) in enumerate(pairs):
                 for place, ((name, one), (_, two)) in enumerate(zip(first, other, strict=False)):
                     one, two = but(one, self._without), but(two, self._without)
@@ -192,10 +194,10 @@ class RankComparison:
             f"{by_rank(values)}. {advice} {_WAY_OUT}"
         )
 
-    def _ends_differ(self, told: list[_RankReport]) -> str:
+    def _ends_differ(self, reports: list[_RankReport]) -> str:
         states = [
             f"over after {rank.batches} batches" if rank.state == END else "not over yet"
-            for rank in told
+            for rank in reports
         ]
         return self._differ(f"the epoch is {by_rank(states)}")
 
@@ -205,9 +207,9 @@ class RankComparison:
             f"{self._source.same_on_ranks} {_WAY_OUT}"
         )
 
-    def _nothing_to_compare(self, found: _Difference, told: list[_RankReport]) -> str:
+    def _nothing_to_compare(self, found: _Difference, reports: list[_RankReport]) -> str:
         return (
-            f"{self._where}: ranks do not read the same data: {self._seen(found, told)}; and on "
+            f"{self._where}: ranks do not read the same data: {self._seen(found, reports)}; and on "
             "one rank, too, samples change from reading to reading: the dataset draws from a "
             "random generator of its own, so that nobody can say which samples it gives, and no "
             "resume could find its place. Seed that generator by the epoch (set_epoch), alike on "
@@ -215,9 +217,9 @@ class RankComparison:
             f"for it. {_WAY_OUT}"
         )
 
-    def _seen(self, found: _Difference, told: list[_RankReport]) -> str:
+    def _seen(self, found: _Difference, reports: list[_RankReport]) -> str:
         seen = []
-        for rank in told:
+        for rank in reports:
             leaves = rank.drawn[found.batch][found.place][1]
             leaf = next((leaf for leaf in leaves if leaf.path == found.path), None)
             seen.append(_shown(leaf))

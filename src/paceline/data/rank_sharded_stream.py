@@ -29,11 +29,12 @@ from paceline.data.sample_source import (
     Reader,
     SampleSource,
     read_through,
+    set_epoch,
 )
 from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.world import World
-from paceline.world.agreement import meet
+from paceline.world.agreement import agree_on_call
 
 _LOOKS = 8
 """Exchanges of an epoch that look for ranks that read the same stream."""
@@ -144,8 +145,7 @@ class _OwnStream(IterableDataset[Any]):
 
     def _open(self) -> Iterator[Any]:
         dataset = self.source.dataset
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(self.epoch)
+        set_epoch(dataset, self.epoch)
         samples = iter(dataset)
         skipped = sum(1 for _ in islice(samples, self.offset))
         if skipped < self.offset:
@@ -185,8 +185,8 @@ class _StreamProgress:
         self.batch, self._samples = delivery.batch, delivery.samples
         samples = [leaves for _, leaves in delivery.drawn or ()]
         self._exact = digest((self._exact, samples))
-        told = [digest_of(leaves, without=frozenset(), rough=True) for leaves in samples]
-        self._rough = digest((self._rough, told))
+        digests = [digest_of(leaves, without=frozenset(), rough=True) for leaves in samples]
+        self._rough = digest((self._rough, digests))
         if len(self._prints) < 2:
             self._prints.update(samples)
 
@@ -199,15 +199,17 @@ class _StreamProgress:
         world = World.current()
         mine = _StreamReport(samples, len(self._prints) > 1, self._exact, self._rough).packed()
         with world.pulse.during("waiting"):
-            numbers = meet(world.everyone, "sharing out rank streams", checks=True, number=mine)
-        told = [_StreamReport.unpacked(number) for number in numbers]
+            numbers = agree_on_call(
+                world.everyone, "sharing out rank streams", checks=True, number=mine
+            )
+        reports = [_StreamReport.unpacked(number) for number in numbers]
         places = [layout.place(rank).dp for rank in range(layout.world_size)]
         first = {place: rank for rank, place in reversed(list(enumerate(places)))}
         for rank, place in enumerate(places):
-            one, other = told[first[place]], told[rank]
+            one, other = reports[first[place]], reports[rank]
             if (one.samples, one.rough) != (other.samples, other.rough):
                 raise DataError(_peers_differ(first[place], rank, place, layout))
-        streams = [told[first[place]] for place in range(layout.dp)]
+        streams = [reports[first[place]] for place in range(layout.dp)]
         self._refuse_repeated(streams)
         return [stream.samples for stream in streams]
 
@@ -237,7 +239,7 @@ class _StreamProgress:
 
 
 class _StreamReport(NamedTuple):
-    """What a rank tells of its stream, in one number."""
+    """What a rank reports of its stream, in one number."""
 
     samples: int
     varied: bool

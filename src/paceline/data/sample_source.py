@@ -73,6 +73,12 @@ class Delivery(NamedTuple):
     drawn: Drawn | None = None
 
 
+def set_epoch(part: Any, epoch: int) -> None:
+    """Let a dataset or sampler know which epoch is read, if it wants to."""
+    if hasattr(part, "set_epoch"):
+        part.set_epoch(epoch)
+
+
 def read_through(dataloader: DataLoader[Any]) -> Iterator[Delivery]:
     """Iterate ``dataloader``; after an error its workers end as soon as it is let go of."""
     try:

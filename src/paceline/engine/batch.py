@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from paceline import nested
+import paceline.nested as nested
 from paceline.data import share
 from paceline.errors import DataError
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import CheckpointError, LossError, TrainingError
 from paceline.options import Compression, EngineOptions
-from paceline.parallel.exchanging import sparse_embedding
+from paceline.parallel.averaging import sparse_embedding
 
 _NAMES_TOLD = 5
 

@@ -21,6 +21,7 @@ from paceline.engine.initial_weights import check_not_spread
 from paceline.engine.internals import HasInternals
 from paceline.engine.loss import LossFunction
 from paceline.engine.memory import Memory
+from paceline.engine.rank_state import RankStates
 from paceline.engine.result import StepResult
 from paceline.engine.step import run_step
 from paceline.layout import Layout
@@ -178,6 +179,11 @@ class Engine(HasInternals):
     def spread(self) -> Spread:
         """The model on its layout; layouts with ``tp`` or ``pp`` have it from the first batch."""
         return self._context.replica.spread
+
+    @property
+    def rank_state(self) -> RankStates:
+        """The state as each rank holds it; :class:`paceline.Checkpoints` saves and restores it."""
+        return self._internals.rank_state
 
     def settle(self) -> None:
         """Wait for the last step and raise if it was not finite.

@@ -10,7 +10,7 @@ import torch
 
 from paceline.engine.batch import placeholder
 from paceline.engine.context import StepContext
-from paceline.parallel.term import Term
+from paceline.parallel.loss_term import Term
 
 
 class Evaluated(NamedTuple):

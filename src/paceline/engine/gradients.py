@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from paceline.parallel.whole import local
+from paceline.parallel.dtensor import local
 from paceline.torch_internals import multiply_all
 from paceline.world import World
 

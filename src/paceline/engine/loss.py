@@ -21,7 +21,7 @@ from paceline.engine.arguments import check_call
 from paceline.engine.batch import batch_size
 from paceline.errors import DataError, LossError
 from paceline.parallel.device_map.moves import device_of, moved
-from paceline.parallel.term import Term
+from paceline.parallel.loss_term import Term
 
 LossFunction = Callable[..., Any]
 IGNORED_LABEL = -100  # torch's and Hugging Face's mark for a label that is padding

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.parallel.whole import local
+from paceline.parallel.dtensor import local
 
 
 class AgreedScaler:

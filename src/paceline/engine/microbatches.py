@@ -22,7 +22,7 @@ from paceline.engine.precision import Precision
 from paceline.engine.step_timing import Clock
 from paceline.options import Pipelining
 from paceline.parallel import sync_batchnorm
-from paceline.parallel.term import Term
+from paceline.parallel.loss_term import Term
 from paceline.sync.protocol import StepSync
 from paceline.sync.replica import Replica
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from paceline.errors import TrainingError
-from paceline.parallel.whole import as_part, same_shape, whole
+from paceline.parallel.dtensor import as_part, same_shape, whole
 
 Held = Mapping[str, Sequence[nn.Parameter]]
 """By name in the whole model: the parameters that this rank holds of it."""

@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint.boxes import boxes_of
-from paceline.checkpoint.manifest import Manifest, TensorEntry
-from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.rank_state import Part, RankState, empty_for, held_part
+from paceline.checkpoint.saveable import Load, Saved
 from paceline.engine.checks import another_model, check_optimizer_state
 from paceline.engine.context import StepContext
 from paceline.engine.optimizer_groups import install
 from paceline.engine.whole_model import WholeModel
-from paceline.parallel.whole import held_runs, local
-from paceline.sync.protocol import Load, Saved
+from paceline.parallel.dtensor import local
 
 OBJECT = "engine"
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -42,10 +40,10 @@ class RankStates:
         sync = self._context.sync.state
         state = RankState()
         for name, parameter in self._first_copies():
-            state.tensors[MODEL + name] = as_part(sync.shared(name, parameter))
+            state.tensors[MODEL + name] = held_part(sync.shared(name, parameter))
         if self._speaks_for_buffers:
             for name, buffer in self._own_buffers():
-                state.tensors[MODEL + name] = as_part(sync.shared(name, buffer))
+                state.tensors[MODEL + name] = held_part(sync.shared(name, buffer))
         self._collect_optimizer(state)
         sync.collect(state, dict(self._own_buffers()))
         if self._replica.world.rank == 0:
@@ -83,7 +81,7 @@ class RankStates:
             plain: dict[str, Any] = {}
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    state.tensors[f"{prefix}{name}/{key}"] = as_part(value)
+                    state.tensors[f"{prefix}{name}/{key}"] = held_part(value)
                 else:
                     plain[key] = value
             if plain and (sync.keeps_optimizer or self._is_first_holder(parameter)):
@@ -139,6 +137,11 @@ class RankStates:
             self._replica.after_spreading = lambda: self._take(saved, found, names, load)
         else:
             self._take(saved, found, names, load)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether what was taken over waits for the first batch, which spreads the model."""
+        return self._replica.after_spreading is not None
 
     def _take(
         self, saved: Saved, found: Mapping[str, Any], names: Mapping[str, str], load: Load
@@ -255,18 +258,6 @@ class RankStates:
         self._replica.steps_done = found["step"]
 
 
-def as_part(tensor: Tensor) -> Part:
-    """What this rank holds of ``tensor``; shares its memory."""
-    if not isinstance(tensor, DTensor):
-        return whole_part(tensor)
-    own = local(tensor).detach()
-    pieces = tuple(
-        Piece(box, own[inner.slices()] if own.ndim else own)
-        for box, inner in boxes_of(held_runs(tensor))
-    )
-    return Part(tuple(tensor.shape), tensor.dtype, pieces)
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """As the manifest writes it."""
     return str(dtype).removeprefix("torch.")
@@ -276,18 +267,10 @@ def _is_model(name: str) -> bool:
     return name.startswith(MODEL)
 
 
-def empty_for(entry: TensorEntry, like: Tensor | None) -> Tensor:
-    """Memory for a saved tensor: cut as ``like`` is where it has its shape, else whole."""
-    dtype = getattr(torch, entry.dtype)
-    if like is not None and entry.shape == tuple(like.shape):
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    return torch.empty(entry.shape, dtype=dtype)
-
-
 def _add(parts: dict[str, Part], name: str, targets: list[Tensor]) -> None:
     """Have ``name`` loaded into each of ``targets``, which share their shape."""
     for target in targets:
-        part = as_part(target)
+        part = held_part(target)
         if name in parts:
             part = Part(part.shape, part.dtype, (*parts[name].pieces, *part.pieces))
         parts[name] = part

@@ -23,9 +23,9 @@ from paceline.engine.randomness import share_random_stream
 from paceline.options import EngineOptions
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.compose import needs_sample, spread
+from paceline.parallel.loss_term import Term
 from paceline.parallel.meta import is_on_meta
 from paceline.parallel.offload import offload_state
-from paceline.parallel.term import Term
 from paceline.sync.plain import PlainSync
 from paceline.sync.replica import Replica
 

@@ -88,6 +88,12 @@ def warns(event: Event) -> bool:
     return wording is not None and wording.trouble
 
 
+def checkpoint_trouble(event: Event) -> str | None:
+    """What went wrong with a checkpoint, in a sentence; ``None`` for other events."""
+    about_checkpoints = isinstance(event, CheckpointFailed | RestoreTried)
+    return line_of(event) if about_checkpoints and warns(event) else None
+
+
 # Phrases that several sentences share.
 
 

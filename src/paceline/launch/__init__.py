@@ -1,5 +1,12 @@
-"""Turning a config or a script into processes, and reading the environment they are started in.
+"""Turning a config or a script into processes, on one machine or several, and keeping them running.
 
-``local`` starts ranks on this machine, ``run_folder`` makes and finds run folders, ``environment``
-reads what a launcher (this one, or torchrun) tells its ranks.
+- Starting ranks: ``local`` (on this machine), ``job`` (what to run), ``agent`` (the elastic
+  agent), ``worker_group`` and ``processes`` (the ranks of this node), ``worker`` (in a rank).
+- When one fails: ``restart_policy`` (restart or give up), ``failure`` and ``error_report`` (which
+  rank, and why), ``outcome`` and ``outcome_store`` (what all launchers agree on), ``exit_codes``,
+  ``process_reaper`` (nothing is left behind).
+- Several machines: ``rendezvous/`` (how they form a world), ``tunnel``, ``secret``, ``loopback``
+  and ``listening`` (who may take part).
+- ``environment``: the variables that ranks get, set and read.
+- Files: ``run_folder``, ``run_choice``, ``logs``, ``rank_output``.
 """

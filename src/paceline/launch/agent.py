@@ -150,7 +150,7 @@ class Agent(SimpleElasticAgent):
     # The hooks of the elastic agent.
 
     def _rendezvous(self, worker_group: Any) -> None:
-        """Form a world with the other launchers, repeated until all of them hear of each other."""
+        """Form a world with the other launchers, repeated until all of them are in it."""
         while True:
             self._stop_if_asked()
             try:
@@ -363,7 +363,7 @@ class Agent(SimpleElasticAgent):
             self._workers.send(signal.SIGTERM)
             self._workers.wait(self._job.grace / 2)
 
-    # OutcomeStore: reached, and followed.
+    # Outcomes: agreed on, and acted on.
 
     def _ending(self, kind: Any, error: str, *, step: int | None = None) -> Ending:
         last, moved, seconds = self._progress()

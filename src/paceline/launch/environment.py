@@ -64,7 +64,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
 
     ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` may be left out when they follow from the rest: by
     ``rank modulo LOCAL_WORLD_SIZE`` when only the size is given, and ``rank`` itself when the
-    ranks meet on this machine (``MASTER_ADDR`` is localhost). Otherwise they must be set: guessing
+    ranks share this machine (``MASTER_ADDR`` is localhost). Otherwise they must be set: guessing
     wrong would put several ranks on one GPU.
     """
     env = os.environ if environ is None else environ

@@ -21,7 +21,7 @@ from types import TracebackType
 from paceline.errors import PacelineError
 
 # What a collective says when the other side is gone. Gloo raises plain RuntimeErrors, so their
-# text is all there is to tell them from an error of the rank's own.
+# text is all there is to distinguish them from an error of the rank's own.
 _LOST_PEER_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -166,7 +166,7 @@ def _is_from_paceline(error: BaseException) -> bool:
 
 
 def _says_peer_is_lost(error: BaseException) -> bool:
-    """Whether an error, or one that led to it, only tells that another rank is gone."""
+    """Whether an error, or one that led to it, only reports that another rank is gone."""
     from torch.distributed import DistError
 
     link: BaseException | None = error

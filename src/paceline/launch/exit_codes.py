@@ -1,4 +1,4 @@
-"""The exit codes with which a rank says why it left; 0 is: done."""
+"""The exit codes with which a rank reports why it left; 0 is success."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ INTERRUPTED = 128 + signal.SIGINT
 """Saved and left because of a Ctrl-C."""
 
 TOLD_TO_LEAVE = 128 + signal.SIGTERM
-"""Saved and left because its machine was told to (SIGTERM)."""
+"""Saved and left because its launcher got a SIGTERM."""
 
 PEER_LEAVES = 75
-"""Saved and left because another machine leaves, or the world forms anew: start me again.
+"""Saved and left because another machine leaves, or a new world forms: to be started again.
 
 75 is ``EX_TEMPFAIL`` in sysexits.h: a temporary failure, to be tried again."""
 

@@ -1,4 +1,4 @@
-"""Which rank broke a run, and how to say so. Pure functions: no process is touched here."""
+"""Which rank broke a run, and the error that reports it. Pure functions: no process here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RankExit:
     """How one rank ended. ``exit_code`` is negative for a signal; ``time`` is when it went wrong.
 
     ``traceback`` and ``summary`` are empty unless the rank raised. ``lost_peer`` marks an error
-    that only says that another rank is gone. ``ended_by_agent``: it was told to end, or killed,
+    that only says that another rank is gone. ``ended_by_agent``: it was asked to end, or killed,
     because another rank had failed.
     """
 
@@ -51,12 +51,12 @@ class RankExit:
 
     @property
     def refused(self) -> bool:
-        """Whether Paceline told what only the user can mend, so that its sentence says it all.
+        """Whether Paceline refused something that only the user can fix, and its message says why.
 
         A mistake, or a checkpoint that does not fit, cannot be read or cannot be written.
         """
-        told = restart_policy.is_users_mistake(self.types) or _CHECKPOINT_ERROR in self.types
-        return self.from_paceline and told
+        fixable = restart_policy.is_users_mistake(self.types) or _CHECKPOINT_ERROR in self.types
+        return self.from_paceline and fixable
 
     @property
     def reason(self) -> str:
@@ -158,7 +158,7 @@ def explain(
     ``finished`` are ranks that had already left with success. ``shown``: rank 0's output was on
     the console, so that its last lines need no repeating. ``host`` is named where there are
     several; ``no_restart`` is why the ranks are not started again, ``would_recur``: that they
-    would end the same way. A mistake that Paceline tells itself needs no traceback.
+    would end the same way. A mistake that Paceline reports itself needs no traceback.
     """
     first = culprit(exits)
     where = f" on {host}" if host else ""
@@ -171,7 +171,7 @@ def explain(
             traceback=first.traceback,
             would_recur=would_recur,
         )
-    # A crash in native code leaves what it said and the stacks of all threads.
+    # A crash in native code leaves its message and the stacks of all threads.
     lines = 2 * _TAIL_LINES if first.exit_code < 0 else _TAIL_LINES
     evidence = first.traceback or log_tail(first.log, lines)
     parts = [f"Rank {first.rank} of {nproc}{where} failed: {first.reason}"]
@@ -187,8 +187,8 @@ def explain(
         gone = ", ".join(str(rank) for rank in sorted(finished))
         parts.append(f"Already finished by then: rank {gone}. Ranks must leave together.")
     if first.exit_code < 0 and (others := [e for e in exits if e.lost_peer and e.context]):
-        told = "\n".join(f"  rank {e.rank}: {e.context}" for e in others)
-        parts.append(f"Where its peers lost it:\n{told}")
+        lines_of_peers = "\n".join(f"  rank {e.rank}: {e.context}" for e in others)
+        parts.append(f"Where its peers lost it:\n{lines_of_peers}")
     if no_restart:
         parts.append(f"Not started again: {no_restart}.")
     parts.append(f"Its whole log: {first.log}")

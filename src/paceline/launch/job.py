@@ -29,7 +29,7 @@ def to_stdout(text: str) -> None:
 
 
 def to_stderr(message: str) -> None:
-    """Show what the launcher has to say."""
+    """Show a notice of the launcher."""
     print(printable(message), file=sys.stderr, flush=True)
 
 
@@ -41,7 +41,7 @@ class LocalJob:
     ``["-m", MODULE, *args]`` or ``["--call", FOLDER]``. Logs go to ``log_dir/rank<r>.log``, those
     of later starts (a restart, a resumed run) to ``log_dir/attempt<k>/rank<r>.log``. With an
     ``events_dir`` the launcher adds its own events to the run's. ``output`` gets rank 0's output
-    as it comes (``None``: only the log does), ``notice`` what the launcher has to say.
+    as it comes (``None``: only the log does), ``notice`` the notices of the launcher.
 
     ``limits`` say how often ranks are started again; with ``standby``, processes are kept ready for
     it. ``rendezvous`` makes the one with the launchers of other nodes (``None``: there are none),

@@ -32,7 +32,7 @@ from paceline.events import EventLog
 from paceline.launch import logs, process_reaper
 from paceline.launch.environment import shared_variables
 from paceline.launch.job import LocalJob, to_stderr, to_stdout
-from paceline.launch.notices import Notices
+from paceline.launch.notices import NoticePipe
 from paceline.launch.restart_policy import RestartLimits
 from paceline.launch.signals import LauncherSignals, passed_on
 
@@ -110,7 +110,7 @@ class _Launch:
         self.succeeded: bool | None = None
         self.error: BaseException | None = None
         self.relay = logs.Relay(job.output) if job.output else None
-        self.notices = Notices()
+        self.notices = NoticePipe()
         stack.callback(self.notices.close)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         self.rank_logs = logs.RankLogs(job.log_dir, scratch, self._say)

@@ -86,8 +86,8 @@ def others_connected(listener: socket.socket) -> bool:
 def peer_is_us(connection: socket.socket) -> bool:
     """Whether the other end of an accepted loopback connection is a process of this user.
 
-    True as well where the system does not tell, which is everywhere but on Linux. Not true of an
-    end that has been closed: the kernel does not say any more whose it was, but shows root.
+    True as well where the system does not know, which is everywhere but on Linux. False for an end
+    that has been closed: the kernel no longer knows whose it was, and shows root.
     """
     if sys.platform != "linux":
         return True

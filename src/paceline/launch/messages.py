@@ -1,6 +1,6 @@
 """Messages that came through a store: JSON alone, and taken only in the form that is expected.
 
-Whoever reaches a store can write into it, so that a message is a stranger's until it has been
+Anyone who reaches a store can write into it, so a message is untrusted until it has been
 checked: :func:`decode` checks the type of every field, and raises nothing but :class:`BadMessage`.
 Nothing that came through a store is ever unpickled.
 """

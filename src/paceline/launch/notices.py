@@ -1,4 +1,4 @@
-"""What a rank has to say to the console when its log and the run's events cannot carry it.
+"""Notices from a rank to the console, for when its log and the run's events cannot carry them.
 
 A pipe from the ranks to their launcher: it needs no disk and no network. The launcher passes its
 writing end on to every process it starts, and shows each line that comes.
@@ -17,7 +17,7 @@ _LONGEST = 4000  # a write of this size to a pipe is never mixed with another's
 _CHUNK = 1 << 16
 
 
-class Notices:
+class NoticePipe:
     """The launcher's end."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Notices:
         self._partial = b""
 
     def variables(self) -> dict[str, str]:
-        """What a rank's environment needs to say of it."""
+        """The environment variable by which a rank finds the pipe."""
         return {VARIABLE: f"{self.writing}:{os.fstat(self.writing).st_ino}"}
 
     def take(self) -> list[str]:
@@ -43,8 +43,8 @@ class Notices:
         os.close(self.writing)
 
 
-def tell(message: str) -> bool:
-    """From a rank: have its launcher show ``message``; false where there is none to show it."""
+def send(message: str) -> bool:
+    """From a rank: have its launcher show ``message``; false where no launcher reads it."""
     descriptor = _own_end()
     if descriptor is None:
         return False
@@ -55,8 +55,8 @@ def tell(message: str) -> bool:
         return False
 
 
-def keep_to_oneself() -> None:
-    """From a rank: what it starts does not get the pipe."""
+def do_not_inherit() -> None:
+    """From a rank: keep the pipe from the processes that it starts."""
     descriptor = _own_end()
     if descriptor is not None:
         os.set_inheritable(descriptor, False)

@@ -107,7 +107,7 @@ def _reap_after(launcher: int) -> None:
     pending = b""
     while True:
         # A fork of the launcher may hold the pipe open after its death: so look at the parent as
-        # well. The look comes before the read: what a launcher said just before its death is read.
+        # well. That comes before the read, so what a launcher sent just before its death is read.
         launcher_lives = os.getppid() == launcher
         if select.select([0], [], [], _CHECK_SECONDS if launcher_lives else 0)[0]:
             chunk = os.read(0, 65536)

@@ -34,7 +34,7 @@ class ForgivingFile(io.FileIO):
         except OSError as error:
             if not self._lost:
                 self._why = error.strerror or str(error)
-                notices.tell(
+                notices.send(
                     f"rank {os.environ.get('RANK', '?')}: its output cannot be written to its log "
                     f"({self._why}) and is dropped until that is put right."
                 )
@@ -52,7 +52,7 @@ def one_log_for_both_streams(log: str) -> None:
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     except OSError as error:
-        notices.tell(f"{log} cannot be opened ({error.strerror}): the output of its rank is lost.")
+        notices.send(f"{log} cannot be opened ({error.strerror}): the output of its rank is lost.")
         descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

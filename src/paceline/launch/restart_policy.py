@@ -69,13 +69,13 @@ class Ending:
     kind: Kind
     error: str
     step: int | None = None
-    """The last step done, ``None`` where nobody can tell."""
+    """The last step done, ``None`` if not known."""
     raised: str = ""
     users_mistake: bool = False
     killed: bool = False
     """By a signal that comes from outside, like SIGKILL, not from a crash of its own."""
     moved: bool | None = None
-    """Whether this world did any step; ``None`` where nobody can tell."""
+    """Whether this world did any step; ``None`` if not known."""
     seconds: float = 0.0
     """How long it ran."""
     refused: bool = False
@@ -178,7 +178,7 @@ def _forbidden(history: Sequence[Ending], row: Sequence[Ending]) -> str | None:
     name = last.raised or last.error
     if last.users_mistake:
         return f"{name} does not go away by itself"
-    # Not `not moved`: a script that does not tell its steps may be far beyond the first.
+    # Not `not moved`: a script that does not report its steps may be far beyond the first.
     never_moved = all(ending.moved is False for ending in history)
     if last.raised and never_moved:
         return f"{name} came before the first step was done, and would come again"

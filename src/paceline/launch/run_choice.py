@@ -36,9 +36,9 @@ class RunChoice:
         return new_run(self.root, self.name)
 
     def take(self, path: str) -> RunFolder:
-        """The folder ``path`` that another launcher says it made, where we could have made it, too.
+        """The folder ``path`` that another launcher reports, if we could have made it as well.
 
-        Whoever reaches the meeting place can write such a message, so that it only chooses among
+        Whoever reaches the rendezvous can write such a message, so it only chooses among
         the folders that this launcher was asked to use: the one that was named, or one of that
         name and any time. Raises ``ConfigError`` for every other.
         """
@@ -70,7 +70,7 @@ def _check_owner(path: Path) -> None:
     try:
         found, around = os.lstat(path), os.stat(path.parent)
     except OSError:
-        return  # not there yet, or not for us to see: whoever makes it is told
+        return  # not there yet, or not for us to see: whoever makes it gets the error
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(
             f"run folder {str(path)!r} cannot be made: a link or a file is in the way. Choose "

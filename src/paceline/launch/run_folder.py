@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-import paceline.events as events
 from paceline.errors import ConfigError, LaunchError
+from paceline.events import FILE_NAME
 from paceline.untrusted import (
     MOST_CONFIG_BYTES,
     NotReadable,
@@ -54,7 +54,7 @@ class RunFolder:
     @property
     def events(self) -> Path:
         """The event log."""
-        return self.path / events.FILE_NAME
+        return self.path / FILE_NAME
 
     @property
     def logs(self) -> Path:

@@ -1,4 +1,4 @@
-"""How far a run has come, as its events tell it: asked when a rank can no longer say so itself."""
+"""How far a run has come, read from its events when a rank can no longer report it itself."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class RunProgress:
         self._mark = self._size()
 
     def moved(self) -> bool | None:
-        """Whether a step was done since the mark; ``None`` where nobody can tell."""
+        """Whether a step was done since the mark; ``None`` if not known."""
         if self._file is None or not self._file.exists():
             return None
         return self._last(self._mark) is not None
 
     def last(self) -> int | None:
-        """The number of the last step done, ``None`` where nobody can tell."""
+        """The number of the last step done, ``None`` if not known."""
         return self._last(0)
 
     def _size(self) -> int:
@@ -55,7 +55,7 @@ class RunProgress:
                             return step
                     rest, end = first, begin
                 return _step_in(rest)
-        except OSError:  # not written yet, or a disk that is gone: then nobody can tell
+        except OSError:  # not written yet, or a disk that is gone: not known
             return None
 
 

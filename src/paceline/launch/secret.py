@@ -1,6 +1,6 @@
-"""The secret that the machines of one run share, and the keys that follow from it.
+"""The secret that the machines of one run share, and the keys derived from it.
 
-Who has the secret may take part in the run; nobody else may. It comes from a file or a variable, is
+Whoever has the secret may take part in the run, nobody else. It comes from a file or a variable, is
 never shown, and goes into no store: only keys that are derived from it are used, for the tunnels
 between the machines (``tunnel.py``).
 """
@@ -83,7 +83,7 @@ def open_to_strangers(places: Sequence[Endpoint], secret: RunSecret | None) -> s
 
 def _checked(text: str, source: str) -> RunSecret:
     value = text.strip().encode()
-    # Whoever connects sees a certificate that follows from it, and could try out guesses at home.
+    # Anyone who connects sees a certificate derived from it, and could test guesses offline.
     if len(value) < _LEAST_CHARACTERS or len(set(value)) < _LEAST_CHARACTERS // 4:
         raise ConfigError(
             f"{source}: has {len(value)} characters, of which {len(set(value))} differ; one of "
@@ -92,7 +92,7 @@ def _checked(text: str, source: str) -> RunSecret:
     return RunSecret(value, source)
 
 
-# The keys that follow from it.
+# The keys derived from it.
 
 
 @dataclass(frozen=True)

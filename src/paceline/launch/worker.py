@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "--standby":
         arguments = _stand_by(int(arguments[1]), arguments[2:])
     _die_with_launcher()
-    notices.keep_to_oneself()
+    notices.do_not_inherit()
     one_log_for_both_streams(os.environ[LOG_FILE])
     faulthandler.enable()  # into the log: where native code was when it gave up
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing to save before there is a trainer
@@ -166,7 +166,7 @@ def _die_with_launcher() -> None:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     else:
         threading.Thread(target=_watch_parent, args=(launcher,), daemon=True).start()
-    if os.getppid() != launcher:  # it died before we asked to be told
+    if os.getppid() != launcher:  # it died before we asked for the signal
         os._exit(1)
 
 
@@ -185,7 +185,7 @@ def _write_error(error: BaseException) -> None:
     _write_quiet_point()
     if not error_report.write(os.environ[ERROR_FILE], error):
         summary = error_report.summary_of(error)
-        notices.tell(f"rank {os.environ.get('RANK', '?')} failed: {summary}")
+        notices.send(f"rank {os.environ.get('RANK', '?')} failed: {summary}")
 
 
 def _note_exit(leaving: SystemExit) -> None:

@@ -22,9 +22,9 @@ from torch import nn
 from paceline.layout import Layout
 from paceline.options import EngineOptions
 from paceline.options.rules import ZERO_BUBBLE, Combination, check_rules
+from paceline.parallel.averaging import Averaging
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.device_map import place
-from paceline.parallel.exchanging import Averaging
 from paceline.parallel.pipeline import Pipeline, cut
 from paceline.parallel.recompute import recompute
 from paceline.parallel.replicate import replicate

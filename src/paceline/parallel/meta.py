@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import TrainingError
-from paceline.parallel.same_values import fingerprint
-from paceline.parallel.whole import part_of
+from paceline.parallel.broadcast_weights import fingerprint
+from paceline.parallel.dtensor import part_of
 from paceline.world import rng_state, seed_everything, set_rng_state
 
 Init = Callable[[nn.Module], None]
@@ -105,7 +105,7 @@ def _holds_list(module: nn.Module) -> bool:
     return any(isinstance(part, _LISTS) for part in module.modules())
 
 
-class _Slot(NamedTuple):
+class _TensorSlot(NamedTuple):
     """A place in a module for a parameter or a buffer."""
 
     owner: nn.Module
@@ -136,9 +136,9 @@ class _Materialiser:
         self.model, self.seed, self.device, self.init = model, seed, device, init
         self.share, self.repeatable = share, repeatable
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.places: dict[int, list[_Slot]] = {}
+        self.places: dict[int, list[_TensorSlot]] = {}
         # Tensors are known by what stood in their places at first, whatever is put there later.
-        self.owned: dict[int, list[tuple[int, _Slot]]] = {}
+        self.owned: dict[int, list[tuple[int, _TensorSlot]]] = {}
         self.meta: dict[int, Tensor] = {}
         self.alive: list[Tensor] = []
         for module in model.modules():
@@ -282,7 +282,7 @@ class _Materialiser:
             finally:
                 set_rng_state(before)
 
-    def _keep(self, tensor: Tensor, whole: Tensor, slots: list[_Slot]) -> None:
+    def _keep(self, tensor: Tensor, whole: Tensor, slots: list[_TensorSlot]) -> None:
         """Turn ``tensor``, on the meta device, into this rank's part of ``whole``."""
         if slots[0].is_buffer:
             for slot in slots:
@@ -308,11 +308,13 @@ class _Materialiser:
                     slot.put(slot.tensor.to(self.device))
 
 
-def _own_slots(module: nn.Module) -> list[_Slot]:
+def _own_slots(module: nn.Module) -> list[_TensorSlot]:
     parameters = [
-        _Slot(module, name, False) for name, p in module._parameters.items() if p is not None
+        _TensorSlot(module, name, False) for name, p in module._parameters.items() if p is not None
     ]
-    buffers = [_Slot(module, name, True) for name, b in module._buffers.items() if b is not None]
+    buffers = [
+        _TensorSlot(module, name, True) for name, b in module._buffers.items() if b is not None
+    ]
     return parameters + buffers
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.errors import TrainingError
-from paceline.parallel.whole import local
+from paceline.parallel.dtensor import local
 
 _CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.parallel.exchanging import Averaging
+from paceline.parallel.averaging import Averaging
 from paceline.world import Group
 
 _ONE_BUCKET_MIB = 2.0**40  # DDP counts bytes in 64 bits, and knows no infinity

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.layout import Layout, Place
-from paceline.parallel.average import average_gradients, exchange
-from paceline.parallel.exchanging import Averaging
+from paceline.parallel.averaging import Averaging, average_gradients, exchange
+from paceline.parallel.dtensor import cuts
+from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded
 from paceline.parallel.tensor import TensorPlan, plain
-from paceline.parallel.term import Term
-from paceline.parallel.whole import cuts
 from paceline.world import Group, World
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]

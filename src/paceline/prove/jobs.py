@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.layout import Layout
-from paceline.parallel.whole import cuts, local, part_of
+from paceline.parallel.dtensor import cuts, local, part_of
 from paceline.prove.cases import Case
 from paceline.prove.measure import (
     MOST_ROUNDING,

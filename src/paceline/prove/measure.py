@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.whole import local, part_of
+from paceline.parallel.dtensor import local, part_of
 
 KINDS = ("loss", "gradient", "norm", "parameter", "buffer")
 """What is compared, in the order in which a step computes it."""

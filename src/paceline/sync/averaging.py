@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from paceline.layout import Layout
 from paceline.options import Compression
-from paceline.parallel.exchanging import UnitParameter
+from paceline.parallel.averaging import UnitParameter
+from paceline.parallel.dtensor import cuts
 from paceline.parallel.spread import data_ranks
-from paceline.parallel.whole import cuts
 from paceline.sync.compressed.ddp_hook import Hook
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.compressed.scatter import Cut, Scatter

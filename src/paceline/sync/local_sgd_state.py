@@ -17,10 +17,11 @@ from torch import Tensor
 
 from paceline.checkpoint.boxes import Box
 from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
+from paceline.checkpoint.saveable import Load, Saved
 from paceline.sync.outer_loop import OuterLoop
 from paceline.sync.outer_step import OuterStep, difference
 from paceline.sync.plain_state import OPTIMIZER, OUTER, PlainState
-from paceline.sync.protocol import Load, Merge, Saved
+from paceline.sync.protocol import Merge
 from paceline.sync.replica import Replica
 
 

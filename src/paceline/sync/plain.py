@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.options import Compression, Reduction
-from paceline.parallel.exchanging import Averaging
+from paceline.parallel.averaging import Averaging
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.numbers import Numbers, Problem
 from paceline.sync.plain_state import PlainState

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from paceline.checkpoint.boxes import Box, boxes_of
 from paceline.checkpoint.manifest import TensorEntry
 from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
-from paceline.parallel.whole import held_runs, local, part_of
+from paceline.checkpoint.saveable import Load, Saved
+from paceline.parallel.dtensor import held_runs, local, part_of
 from paceline.sync.averaging import GradientAveraging
-from paceline.sync.protocol import Load, Merge, Saved
+from paceline.sync.protocol import Merge
 from paceline.sync.reduction import ReductionChoice
 from paceline.sync.replica import Replica
 

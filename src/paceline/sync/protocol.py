@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.rank_state import Part, RankState
+from paceline.checkpoint.rank_state import RankState
+from paceline.checkpoint.saveable import Load, Saved
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.numbers import Numbers, Problem
 from paceline.sync.traffic import Traffic
@@ -78,20 +78,6 @@ class StepSync(Protocol):
     def end_step(self, numbers: Numbers, problem: Problem | None, counted: Tensor) -> Numbers:
         """The step is done; ``counted`` are this rank's own items. Returns what to report."""
 
-
-class Saved(Protocol):
-    """A checkpoint, as far as an engine looks at it."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """What it holds."""
-
-    def read_object(self, name: str) -> Any:
-        """A plain value that it holds."""
-
-
-Load = Callable[[dict[str, Part]], None]
-"""Fills the memory of the parts it is given from a checkpoint. A collective."""
 
 Merge = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Makes tensors of this rank's parameters whole, and adds those of other stages. A collective."""

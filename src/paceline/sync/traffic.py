@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.parallel.whole import local
+from paceline.parallel.dtensor import local
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.replica import Replica
 

@@ -13,10 +13,10 @@ def assert_same(a: Any, b: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None
 
     Tensors, numbers, modules (their state dicts), and mappings and sequences of them, nested as
     you like. Shapes, dtypes and keys must be equal. Values must satisfy
-    ``|a - b| <= atol + rtol * |b|``; by default they must be equal to the bit, NaN with NaN.
+    ``|a - b| <= atol + rtol * |b|``; by default they must be bitwise-identical, NaN with NaN.
     """
     for where, difference in _differences(a, b, rtol, atol, ""):
-        allowed = "equal to the bit" if rtol == atol == 0 else f"rtol={rtol:g}, atol={atol:g}"
+        allowed = "bitwise-identical" if rtol == atol == 0 else f"rtol={rtol:g}, atol={atol:g}"
         raise AssertionError(f"{where or 'value'}: {difference} (allowed: {allowed})")
 
 

@@ -25,7 +25,7 @@ class InjectedFault(PacelineError):
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """One thing that goes wrong; see :func:`kill_at` and its neighbours.
 
     It happens in the ``attempt``-th start of the world only (0: before any restart), so that a run
@@ -40,35 +40,35 @@ class Fault:
     attempt: int = 0
 
 
-def kill_at(rank: int, step: int, *, attempt: int = 0) -> Fault:
+def kill_at(rank: int, step: int, *, attempt: int = 0) -> PlannedFault:
     """SIGKILL the rank: as an out-of-memory killer or a lost machine would."""
-    return Fault("kill", rank, step, attempt=attempt)
+    return PlannedFault("kill", rank, step, attempt=attempt)
 
 
-def exit_at(rank: int, step: int, *, exit_code: int = 1, attempt: int = 0) -> Fault:
+def exit_at(rank: int, step: int, *, exit_code: int = 1, attempt: int = 0) -> PlannedFault:
     """End the rank's process at once with ``exit_code``, without a traceback."""
-    return Fault("exit", rank, step, exit_code=exit_code, attempt=attempt)
+    return PlannedFault("exit", rank, step, exit_code=exit_code, attempt=attempt)
 
 
-def raise_at(rank: int, step: int, *, attempt: int = 0) -> Fault:
+def raise_at(rank: int, step: int, *, attempt: int = 0) -> PlannedFault:
     """Raise :class:`InjectedFault` on the rank."""
-    return Fault("raise", rank, step, attempt=attempt)
+    return PlannedFault("raise", rank, step, attempt=attempt)
 
 
-def hang_at(rank: int, step: int, *, attempt: int = 0) -> Fault:
+def hang_at(rank: int, step: int, *, attempt: int = 0) -> PlannedFault:
     """Stop moving for ever, alive."""
-    return Fault("hang", rank, step, attempt=attempt)
+    return PlannedFault("hang", rank, step, attempt=attempt)
 
 
-def delay_at(rank: int, step: int, *, seconds: float, attempt: int = 0) -> Fault:
+def delay_at(rank: int, step: int, *, seconds: float, attempt: int = 0) -> PlannedFault:
     """Sleep for ``seconds``: a straggler."""
-    return Fault("delay", rank, step, seconds=seconds, attempt=attempt)
+    return PlannedFault("delay", rank, step, seconds=seconds, attempt=attempt)
 
 
 class FaultPlan:
     """Some faults; call :meth:`reach` at every step."""
 
-    def __init__(self, *faults: Fault) -> None:
+    def __init__(self, *faults: PlannedFault) -> None:
         self.faults = faults
 
     def reach(self, step: int, rank: int | None = None) -> None:
@@ -82,7 +82,7 @@ class FaultPlan:
                 _happen(fault)
 
 
-def _happen(fault: Fault) -> None:
+def _happen(fault: PlannedFault) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     where = f"rank {fault.rank}, step {fault.step}"

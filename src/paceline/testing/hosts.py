@@ -2,14 +2,14 @@
 
     with Hosts(3) as hosts:
         first = hosts[0].popen(["paceline", "train", "--rdzv", f"{hosts[0].address}:29400", ...])
-        hosts[2].cut()      # its link is gone; nobody is told
+        hosts[2].cut()      # its link is gone; no connection is closed
         hosts[2].heal()
 
 Each host has a network, a name and a table of mounts of its own; names of all hosts resolve on
 every host, and nothing outside of them can be reached. Processes, files and clocks are shared with
 this machine, except for what is asked to be private. Nothing has a name that could be left behind:
-namespaces live as long as this process holds them or something runs in them, and a small keeper
-process ends whatever runs in them when this process is gone, however it ended.
+namespaces live as long as this process holds them or something runs in them, and a small
+process ends whatever runs in them when this one is gone, however it ended.
 
 Needs Linux, root (``CAP_SYS_ADMIN``) and the commands ``ip`` and ``tc``: see
 :func:`hosts_available`.
@@ -90,7 +90,7 @@ class Host:
         return subprocess.run(self.command(command, cwd), **options)
 
     def cut(self) -> None:
-        """Pull the plug of this host's link: no packet passes, and no end of anything is told."""
+        """Pull the plug of this host's link: no packet passes, and no connection is closed."""
         self._port.unplug()
 
     def heal(self) -> None:
@@ -156,8 +156,8 @@ class Hosts(Sequence[Host]):
                 port = _Port(f"port{number}", self._switch, spaces, address)
                 self._closing.callback(port.close)
                 self._hosts.append(Host(name, address, spaces, port))
-            self._keeper = _Keeper([self._switch, *(host._spaces for host in self._hosts)])
-            self._closing.callback(self._keeper.close)
+            self._reaper = _NamespaceReaper([self._switch, *(host._spaces for host in self._hosts)])
+            self._closing.callback(self._reaper.close)
             undo.pop_all()
 
     def __enter__(self) -> Hosts:
@@ -234,7 +234,7 @@ class _Spaces:
 
     @property
     def inode(self) -> int:
-        """What tells the network namespace from every other."""
+        """A unique number of the network namespace."""
         return self._network
 
     def command(self, command: Command, cwd: Folder | None = None) -> list[str]:
@@ -327,7 +327,7 @@ class _Port:
 
     def _start_wire(self, bridge: str) -> None:
         near, far = f"{bridge}a", f"{bridge}b"
-        program = Path(__file__).with_name("wire.py")
+        program = Path(__file__).with_name("slow_link.py")
         arguments = [near, far, str(self._delay), str(self._drop)]
         self._wire = subprocess.Popen(
             self._switch.command([sys.executable, "-I", "-S", program, *arguments], "/"),
@@ -357,11 +357,11 @@ class _Port:
         self._switch.sh(f"ip link del {bridge} 2>/dev/null || true")
 
 
-class _Keeper:
+class _NamespaceReaper:
     """A process that ends what runs on the hosts when this process is gone, however it ended."""
 
     def __init__(self, spaces: Sequence[_Spaces]) -> None:
-        program = Path(__file__).with_name("keeper.py")
+        program = Path(__file__).with_name("namespace_reaper.py")
         networks = [str(space.inode) for space in spaces]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", program, *networks],

@@ -16,7 +16,7 @@ import torch
 from paceline.world import rng_state, set_rng_state
 
 
-class Snapshot:
+class ProcessSnapshot:
     """The state of this process that jobs commonly change; :meth:`restore` puts it back."""
 
     def __init__(self) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from paceline.errors import RankFailed
 from paceline.launch.environment import loopback_interfaces
-from paceline.testing.messages import Job, Outcome
-from paceline.testing.process import LEAK_TAG, LiveRank, RankServer, serve_store
+from paceline.testing.live_ranks import LEAK_TAG, LiveRank, RankServer, serve_store
+from paceline.testing.protocol import JobOutcome, PoolJob
 
 _GRACE = 3.0
 """Seconds the other ranks get to end by themselves once one has failed."""
@@ -51,7 +51,7 @@ class JobRun:
         self._server = server
         self._number = number
         self._timeout = timeout
-        self._ends: dict[int, Outcome | _Crash] = {}
+        self._ends: dict[int, JobOutcome | _Crash] = {}
         self._dismissed: set[int] = set()
         self.unfit: set[LiveRank] = set(ranks)
         """Ranks that must not get another job: all, until they have cleaned up after this one."""
@@ -76,8 +76,8 @@ class JobRun:
         ends: list[Any] = [self._ends[number] for number in range(len(self._ranks))]
         return [pickle.loads(end.result) for end in ends]
 
-    def _job(self, call: bytes, number: int, port: int, *, join: bool, device: str) -> Job:
-        return Job(
+    def _job(self, call: bytes, number: int, port: int, *, join: bool, device: str) -> PoolJob:
+        return PoolJob(
             call=call,
             environ=rank_environment(number, len(self._ranks), port),
             folder=os.getcwd(),
@@ -112,7 +112,7 @@ class JobRun:
             hear(number, message)
         return bool(ready)
 
-    def _on_end(self, number: int, message: Outcome | None) -> None:
+    def _on_end(self, number: int, message: JobOutcome | None) -> None:
         if message is not None:
             self._ends[number] = message
             return
@@ -258,7 +258,7 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     return environ
 
 
-def _failed(end: Outcome | _Crash) -> bool:
+def _failed(end: JobOutcome | _Crash) -> bool:
     return isinstance(end, _Crash) or end.result is None
 
 

@@ -17,7 +17,7 @@ import time
 import uuid
 from pathlib import Path
 
-from paceline.testing.process import LEAK_TAG, live_servers
+from paceline.testing.live_ranks import LEAK_TAG, live_servers
 from paceline.testing.processes import (
     ancestors,
     command_line,

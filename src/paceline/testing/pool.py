@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from paceline.testing.job import JobRun, server_environment
+from paceline.testing.live_ranks import LiveRank, RankServer
 from paceline.testing.pickling import pickle_call
-from paceline.testing.process import LiveRank, RankServer
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds a job may take before its ranks are stopped and their stacks shown."""

@@ -22,10 +22,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.launch.environment import read_environment
-from paceline.testing.isolation import Snapshot
-from paceline.testing.messages import Job, Outcome
-from paceline.testing.process import STACK_SIGNAL
+from paceline.testing.isolation import ProcessSnapshot
 from paceline.testing.processes import children
+from paceline.testing.protocol import STACK_SIGNAL, JobOutcome, PoolJob
 from paceline.world import World
 from paceline.world.joining import forget_stores, lend_store
 from paceline.world.world import leave
@@ -50,10 +49,10 @@ def serve(descriptor: int, folder: str, store_port: int) -> None:
     torch.set_num_threads(1)
     _watch_for_meshes()
     store = TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
-    snapshot = Snapshot()
+    snapshot = ProcessSnapshot()
     while True:
         try:
-            job: Job = pickle.loads(connection.recv_bytes())
+            job: PoolJob = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         os.ftruncate(output, 0)
@@ -97,7 +96,7 @@ def _redirect_output(path: Path) -> int:
     return descriptor
 
 
-def _run(job: Job, store: TCPStore) -> Outcome:
+def _run(job: PoolJob, store: TCPStore) -> JobOutcome:
     process = os.getpid()
     try:
         os.environ.clear()
@@ -113,13 +112,13 @@ def _run(job: Job, store: TCPStore) -> Outcome:
         result = function(*arguments)
         if os.getpid() != process:
             os._exit(0)  # a child that the job forked came back from it: only its parent reports
-        return Outcome(result=_pickled_result(result))
+        return JobOutcome(result=_pickled_result(result))
     except BaseException as error:  # a job may raise anything, SystemExit too; the rank lives on
         if os.getpid() != process:
             traceback.print_exc()
             os._exit(1)
         now = time.monotonic()
-        outcome = Outcome(
+        outcome = JobOutcome(
             error=_pickled_error(error),
             summary="".join(traceback.format_exception_only(error)).strip(),
             traceback=_own_traceback(error),
@@ -170,7 +169,7 @@ def _leave_world(*, failed: bool = False) -> None:
     forget_stores()
 
 
-def _clean_up(snapshot: Snapshot) -> tuple[list[str], bool]:
+def _clean_up(snapshot: ProcessSnapshot) -> tuple[list[str], bool]:
     """Make the rank as it was; the processes left behind, and whether it can take another job."""
     # DDP's reducer is destroyed with the GIL held. Were it the last to hold a process group, it
     # would wait for Gloo's threads, one of which may be waiting for the GIL to end its last work.

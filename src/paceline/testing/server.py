@@ -15,16 +15,10 @@ import importlib
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 
-FORK, REAP, KILL = b"F", b"R", b"K"
-"""Make a rank; collect one that is dying by itself; end one."""
-REQUEST = struct.Struct("!ci")
-"""A command, and the rank's process id; for a fork, the port of the pool's store."""
-REPLY = struct.Struct("!ii")
-"""A process id and its wait status (0 for a fork, whose reply carries the rank's socket)."""
+from paceline.testing.protocol import FORK, REAP, REPLY, REQUEST
 
 _SECONDS_TO_DIE = 1.0
 

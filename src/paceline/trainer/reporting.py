@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from paceline.events import CheckpointFailed, Event, EventLog, Note, RestoreTried
-from paceline.events.wording import line_of, warns
+from paceline.events import Event, EventLog, Note
+from paceline.events.wording import checkpoint_trouble, line_of, warns
 from paceline.launch import notices
 from paceline.track import Tracker
 from paceline.trainer.history import History
@@ -35,12 +35,12 @@ class Reporter:
     def emit(self, event: Event) -> None:
         """Report one event."""
         self.history.add(event)
-        if self._warns and (told := trouble(event)) is not None:
+        if self._warns and (told := checkpoint_trouble(event)) is not None:
             warnings.warn(told, stacklevel=3)
         lost = self._log is not None and not self._log.write(event)
         # Whoever shows the events of this run cannot read this one there.
         if lost and not self._trackers and (line := line_of(event)) is not None:
-            notices.tell(f"warning: {line}" if warns(event) else line)
+            notices.send(f"warning: {line}" if warns(event) else line)
         for tracker in list(self._trackers):
             self._shielded(tracker, partial(tracker.handle, event))
 
@@ -56,7 +56,7 @@ class Reporter:
         note = Note(message=message, level="warning")
         for tracker in list(self._trackers):
             self._shielded(tracker, partial(tracker.handle, note))
-        if not self._trackers and not notices.tell(f"warning: {message}"):
+        if not self._trackers and not notices.send(f"warning: {message}"):
             warnings.warn(message, stacklevel=4)
 
     def _shielded(self, tracker: Tracker, call: Callable[[], None]) -> None:
@@ -72,9 +72,3 @@ class Reporter:
                     f"{error}). The run goes on without it.",
                 )
             )
-
-
-def trouble(event: Event) -> str | None:
-    """What went wrong with a checkpoint, in a sentence; ``None`` for other events."""
-    about_checkpoints = isinstance(event, CheckpointFailed | RestoreTried)
-    return line_of(event) if about_checkpoints and warns(event) else None

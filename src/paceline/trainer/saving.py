@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,20 +25,24 @@ from paceline.checkpoint.hashing import Digest, make_digest
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
 from paceline.checkpoint.memory.find import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
 from paceline.checkpoint.memory.snapshots import MemorySnapshots
-from paceline.checkpoint.rank_state import Part, RankState, whole_part
+from paceline.checkpoint.nested_tensors import is_large, put_together, take_apart
+from paceline.checkpoint.rank_state import Part, RankState, empty_for, held_part, whole_part
+from paceline.checkpoint.restore import (
+    CheckpointDoesNotFit,
+    OpenedCheckpoint,
+    fill,
+    first_problem,
+    on_all_ranks,
+)
 from paceline.checkpoint.restore_order import RestoreAttempt, RestoreCandidate, restore_newest
 from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.saveable import SavedEngine, Stateful, checked_objects
 from paceline.checkpoint.sharded.async_saver import AsyncSaver, SaveOutcome
-from paceline.data import Loader
-from paceline.engine import Engine
-from paceline.engine.internals import internals_of
-from paceline.engine.rank_state import as_part, empty_for
-from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError, TrainingError
+from paceline.data.loader import Loader
+from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError
 from paceline.events import Event, RestoreTried
+from paceline.events.wording import checkpoint_trouble
 from paceline.options import Checkpointing
-from paceline.trainer.reporting import trouble
-from paceline.trainer.restoring import DoesNotFit, Opened, fill, first_problem, together
-from paceline.trainer.trees import is_large, put_together, take_apart
 from paceline.version import __version__
 from paceline.world import collectives, rng_state, set_rng_state
 
@@ -47,16 +51,6 @@ OBJECTS = "user/"
 _LOADER, _RANDOM = "loader", "random/"
 _IDENTITY = ".run"
 """A file beside the checkpoints that tells apart runs that used the folder one after the other."""
-
-
-class Stateful(Protocol):
-    """Anything that can be saved: it gives a ``state_dict`` and takes one back."""
-
-    def state_dict(self) -> Any:
-        """What has to survive."""
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Take over what an earlier ``state_dict`` gave."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ class Checkpoints:
     def __init__(
         self,
         where: str | os.PathLike[str],
-        engine: Engine,
+        engine: SavedEngine,
         *,
         loader: Stateful | None = None,
         objects: Mapping[str, Stateful] | None = None,
@@ -243,7 +237,7 @@ class Checkpoints:
             self._memory.close()
 
     def _collect(self) -> RankState:
-        state = internals_of(self.engine).rank_state.collect()
+        state = self.engine.rank_state.collect()
         is_main = self._world.is_main
         for name, saved in self._stateful.items():
             tree, tensors = take_apart(saved.state_dict(), _is_apart)
@@ -251,7 +245,7 @@ class Checkpoints:
                 state.objects[name] = tree
             for path, tensor in tensors.items():
                 if isinstance(tensor, DTensor):
-                    state.tensors[f"{name}/{path}"] = as_part(tensor)
+                    state.tensors[f"{name}/{path}"] = held_part(tensor)
                 elif is_main:
                     state.tensors[f"{name}/{path}"] = whole_part(tensor)
         state.objects[f"{_RANDOM}{self._world.rank}"] = rng_state()
@@ -280,7 +274,7 @@ class Checkpoints:
         """
         try:
             restored = restore_newest(self._rungs(), self._tried, agree=first_problem)
-        except DoesNotFit as error:
+        except CheckpointDoesNotFit as error:
             raise error.reason from None
         if restored is None and (old := self._from_main(self.folder.old_format)):
             raise CheckpointError(
@@ -340,24 +334,23 @@ class Checkpoints:
 
     def _warn(self, event: Event) -> None:
         """Where nobody wants the events, what is stepped over is at least warned of."""
-        if self._world.is_main and (told := trouble(event)) is not None:
+        if self._world.is_main and (told := checkpoint_trouble(event)) is not None:
             warnings.warn(told, stacklevel=5)
 
     def _attempt(self, find: Callable[[], Checkpoint]) -> Restored:
         """Take over one checkpoint; raises CheckpointDamaged, on all ranks, if it is not whole."""
-        checkpoint, inside = find(), internals_of(self.engine)
+        checkpoint = find()
         try:
-            opened = together(lambda: Opened(checkpoint, self._wanted))
+            opened = on_all_ranks(lambda: OpenedCheckpoint(checkpoint, self._wanted))
             load = functools.partial(fill, self._world, checkpoint)
-            inside.rank_state.take(opened, load)
+            self.engine.rank_state.take(opened, load)
             self._restore_objects(opened, load)
         except CheckpointDamaged:
             raise
         except CheckpointError as error:
-            raise DoesNotFit(error) from error
+            raise CheckpointDoesNotFit(error) from error
         finally:
-            loaded = inside.replica.after_spreading is None
-            if isinstance(checkpoint, MemoryCheckpoint) and loaded:
+            if isinstance(checkpoint, MemoryCheckpoint) and not self.engine.rank_state.is_pending:
                 checkpoint.close()
         own = f"{_RANDOM}{self._world.rank}"
         has_random = opened.manifest.info.get("world_size") == self._world.size
@@ -368,7 +361,9 @@ class Checkpoints:
     def _wanted(self, name: str) -> bool:
         return not name.startswith(_RANDOM) or name == f"{_RANDOM}{self._world.rank}"
 
-    def _restore_objects(self, opened: Opened, load: Callable[[dict[str, Part]], None]) -> None:
+    def _restore_objects(
+        self, opened: OpenedCheckpoint, load: Callable[[dict[str, Part]], None]
+    ) -> None:
         tensors = opened.manifest.tensors
         found: dict[str, dict[str, Tensor]] = {}
         parts: dict[str, Part] = {}
@@ -382,7 +377,7 @@ class Checkpoints:
             for stored in inside:
                 path = stored.removeprefix(prefix)
                 found[name][path] = empty_for(tensors[stored], like.get(path))
-                parts[stored] = as_part(found[name][path])
+                parts[stored] = held_part(found[name][path])
         if parts:
             load(parts)
         for name, own in found.items():
@@ -445,7 +440,7 @@ def _agreed_digest(options: Checkpointing) -> Digest:
         except ConfigError as error:
             raise CheckpointError(str(error)) from None
 
-    digest = together(read)
+    digest = on_all_ranks(read)
     if len(found := set(collectives.all_gather_object(digest.key_id))) > 1:
         raise CheckpointError(
             f"{options.digest_key} is not the same key on all ranks ({', '.join(sorted(found))}). "
@@ -456,21 +451,3 @@ def _agreed_digest(options: Checkpointing) -> Digest:
 
 def _is_apart(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) or is_large(tensor)
-
-
-def checked_objects(objects: Any) -> Mapping[str, Stateful]:
-    """``objects``, once everything in it is known to have a name and a state."""
-    if not isinstance(objects, Mapping):
-        raise TrainingError(
-            f"objects must be a dict from name to object, not a {type(objects).__name__}."
-        )
-    for name, saved in objects.items():
-        if not isinstance(name, str) or not name or "/" in name:
-            raise TrainingError(f"objects: {name!r} must be a name without a slash.")
-        for method in ("state_dict", "load_state_dict"):
-            if isinstance(saved, type) or not callable(getattr(saved, method, None)):
-                raise TrainingError(
-                    f"objects: {name!r} is a {type(saved).__name__} without {method}(), so it "
-                    "cannot be saved."
-                )
-    return objects

@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.checkpoint.best import Mode
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.locate import Which, find_checkpoint
+from paceline.checkpoint.rank_state import held_part
+from paceline.checkpoint.restore import OpenedCheckpoint, fill, on_all_ranks
 from paceline.checkpoint.weights.export import aliases_of, extra_of
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of
-from paceline.engine.rank_state import MODEL, as_part
+from paceline.engine.rank_state import MODEL
 from paceline.engine.rank_state import OBJECT as ENGINE
 from paceline.errors import CheckpointError, TrainingError
-from paceline.trainer.restoring import Opened, fill, together
 
 _SHOWN = 5
 
@@ -62,8 +63,8 @@ def load_weights(
         find_checkpoint, where, which, metric=metric, mode=mode, follow=follow, key=key
     )
     if isinstance(model, Engine):
-        checkpoint = together(find)
-        opened = together(lambda: Opened(checkpoint, lambda name: name == ENGINE))
+        checkpoint = on_all_ranks(find)
+        opened = on_all_ranks(lambda: OpenedCheckpoint(checkpoint, lambda name: name == ENGINE))
         load = functools.partial(fill, model.world, checkpoint)
         internals_of(model).rank_state.take(opened, load, weights_only=True, strict=strict)
     else:
@@ -139,7 +140,7 @@ def _load(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
     _check_ties(targets, match.sources, read, checkpoint)
     with torch.no_grad():
         for name, source in match.sources.items():
-            for piece in as_part(targets[name]).pieces:
+            for piece in held_part(targets[name]).pieces:
                 piece.tensor.copy_(read[source][piece.box.slices()])
     if extra := {name: saved_extra[name] for name in own_extra if name in saved_extra}:
         model.load_state_dict(extra, strict=False)

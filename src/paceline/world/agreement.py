@@ -1,7 +1,7 @@
 """Ranks agree on a collective before its data moves.
 
 Left alone, Gloo answers two ranks that disagree with a C++ ``terminate``, a hang or garbage. So
-each rank first tells the others what it is about to do, as a fingerprint of a few bytes. When the
+each rank first sends the others what it is about to do, as a fingerprint of a few bytes. When the
 fingerprints differ, the ranks exchange the calls in words and every one of them raises.
 
 A call that one rank refuses (a wrong argument) takes part in the exchange too: the others raise
@@ -26,7 +26,7 @@ _WORDS = 400
 """Bytes kept of a call in words, when calls differ."""
 
 
-def meet(
+def agree_on_call(
     group: Group,
     call: str,
     *,

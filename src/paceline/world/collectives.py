@@ -11,6 +11,7 @@ a rank with another operation, shape, dtype or argument makes **every** rank rai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -18,19 +19,18 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import WorldError
-from paceline.world.agreement import explained, meet
-from paceline.world.group import Group
-from paceline.world.messages import (
+from paceline.world.agreement import agree_on_call, explained
+from paceline.world.group import Group, rank_problem
+from paceline.world.object_collectives import (
     all_gather_object,
     broadcast_object,
     exchange_bytes,
     exchange_objects,
     gather_object,
-    recv,
     scatter_object,
-    send,
     use_checks,
 )
+from paceline.world.point_to_point import recv, send
 from paceline.world.tensors import (
     as_bytes,
     combine,
@@ -82,7 +82,7 @@ def all_reduce(
     problem = problem or write_problem("all_reduce", tensor)
     problem = problem or reduce_problem("all_reduce", op, tensor.dtype)
     call = f"all_reduce({op}) of {describe(tensor)}"
-    meet(
+    agree_on_call(
         members,
         _on_wire(members, call, tensor),
         checks=use_checks(members, checks),
@@ -106,7 +106,7 @@ def all_gather(
     members = resolve_group(group, "all_gather")
     problem = tensor_problem("all_gather", tensor)
     call = f"all_gather of {describe(tensor)}"
-    meet(
+    agree_on_call(
         members,
         _on_wire(members, call, tensor),
         checks=use_checks(members, checks),
@@ -140,7 +140,7 @@ def reduce_scatter(
             "of ranks. Pad it, or use all_reduce."
         )
     call = f"reduce_scatter({op}) of {describe(tensor)}"
-    meet(
+    agree_on_call(
         members,
         _on_wire(members, call, tensor),
         checks=use_checks(members, checks),
@@ -168,9 +168,9 @@ def broadcast(
     members = resolve_group(group, "broadcast")
     problem = tensor_problem("broadcast", tensor)
     problem = problem or write_problem("broadcast", tensor)
-    problem = problem or _rank_problem(members, src, "broadcast: src")
+    problem = problem or rank_problem(members, src, "broadcast: src")
     call = f"broadcast(src={src}) of {describe(tensor)}"
-    meet(
+    agree_on_call(
         members,
         _on_wire(members, call, tensor),
         checks=use_checks(members, checks),
@@ -201,7 +201,7 @@ def all_to_all(
     device = tensors[0].device if problem is None else torch.device("cpu")
     call = "all_to_all"
     wire = _on_wire(members, call, tensors[0]) if problem is None else call
-    meet(members, wire, checks=use_checks(members, checks), problem=problem)
+    agree_on_call(members, wire, checks=use_checks(members, checks), problem=problem)
     if members.size == 1:
         return [tensors[0].detach().clone()]
     headers = exchange_objects(
@@ -209,7 +209,7 @@ def all_to_all(
     )
     wire_device = members.wire(device)[1]
     outgoing = [as_bytes(piece).to(wire_device) for piece in tensors]
-    sizes = [dtype.itemsize * _count(shape) for dtype, shape in headers]
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in headers]
     incoming = exchange_bytes(members, outgoing, sizes, call)
     return [
         from_bytes(data, dtype, shape, device)
@@ -269,14 +269,6 @@ def _on_wire(members: Group, call: str, tensor: object) -> str:
     return call if wire == "cpu" else f"{call} over {wire}"
 
 
-def _rank_problem(members: Group, rank: int, what: str) -> WorldError | None:
-    try:
-        members.index_of(rank, what)
-    except WorldError as problem:
-        return problem
-    return None
-
-
 def _pieces_problem(members: Group, tensors: object) -> WorldError | None:
     if not isinstance(tensors, list | tuple) or len(tensors) != members.size:
         found = len(tensors) if isinstance(tensors, list | tuple) else f"a {type(tensors).__name__}"
@@ -290,10 +282,3 @@ def _pieces_problem(members: Group, tensors: object) -> WorldError | None:
         devices = sorted({str(piece.device) for piece in tensors})
         return WorldError(f"all_to_all: the tensors are on different devices: {devices}.")
     return None
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total

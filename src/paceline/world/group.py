@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -102,6 +102,11 @@ class Group:
         return self._cpu_group
 
     @property
+    def torch_groups(self) -> set[dist.ProcessGroup]:
+        """The process groups behind it; none in a world of one and on ranks that are no members."""
+        return {group for group in (self.process_group, self._cpu_group) if group is not None}
+
+    @property
     def timeout(self) -> timedelta:
         """How long one collective may take before it raises."""
         return self._timeout
@@ -126,3 +131,31 @@ def backend_by_device(process_group: dist.ProcessGroup | None = None) -> dict[st
     config: Any = dist.get_backend_config(process_group)
     pairs = (pair.partition(":") for pair in str(config).split(","))
     return {device: backend for device, _, backend in pairs}
+
+
+def check_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
+    """``ranks`` in ascending order; refused unless each is a rank of a world of ``size``."""
+    try:
+        members = tuple(ranks)
+    except TypeError:
+        raise WorldError(f"group({ranks!r}): give a list of ranks, such as [0, 1].") from None
+    if not members:
+        raise WorldError("group([]): a group needs at least one rank.")
+    for rank in members:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+            raise WorldError(
+                f"group({list(members)}): {rank!r} is not a rank of this world of {size}: "
+                f"ranks are 0 to {size - 1}."
+            )
+    if len(set(members)) != len(members):
+        raise WorldError(f"group({list(members)}): a rank is named more than once.")
+    return tuple(sorted(members))
+
+
+def rank_problem(members: Group, rank: int, what: str) -> WorldError | None:
+    """Why ``rank`` is no member, as an error to raise; ``what`` names the argument."""
+    try:
+        members.index_of(rank, what)
+    except WorldError as problem:
+        return problem
+    return None

@@ -1,4 +1,4 @@
-"""How a process joins its world: which device, which backend, and meeting the other ranks."""
+"""How a process joins its world: which device, which backend, and how it finds the other ranks."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from paceline.diagnose.pulse import Pulse
 from paceline.errors import WorldError
 from paceline.launch.environment import Environment, loopback_interfaces
 from paceline.launch.listening import is_loopback, listen
-from paceline.world import objects
+from paceline.world.objects import agree_on_key
 from paceline.world.sealing import sealed
 
 BACKENDS = ("auto", "gloo", "nccl")
 
-# One store per meeting place, kept for the life of the process: rank 0 may serve it, and a world
+# One store per address, kept for the life of the process: rank 0 may serve it, and a world
 # that is closed and joined again must not find its peers still talking to a dead server.
 _stores: dict[tuple[str, int, int], Store] = {}
 _worlds_joined: dict[tuple[str, int, int], int] = {}
 _lent: set[tuple[str, int, int]] = set()
 
 
-def choose_device(device: str | torch.device, backend: str, place: Environment) -> torch.device:
+def choose_device(device: str | torch.device, backend: str, env: Environment) -> torch.device:
     """The device of this rank; ``auto`` is its own GPU where there is one, else the CPU."""
     if device == "auto":
         if backend != "gloo" and torch.cuda.is_available():
-            return _own_gpu(place)
+            return _own_gpu(env)
         return torch.device("cpu")
     try:
         chosen = torch.device(device)
@@ -49,7 +49,7 @@ def choose_device(device: str | torch.device, backend: str, place: Environment) 
             "install a CUDA build of torch on a machine with a GPU."
         )
     if chosen.index is None:
-        return _own_gpu(place)
+        return _own_gpu(env)
     if chosen.index >= torch.cuda.device_count():
         raise WorldError(
             f"device={str(device)!r} but this machine has {torch.cuda.device_count()} GPUs: the "
@@ -58,15 +58,15 @@ def choose_device(device: str | torch.device, backend: str, place: Environment) 
     return chosen
 
 
-def _own_gpu(place: Environment) -> torch.device:
+def _own_gpu(env: Environment) -> torch.device:
     gpus = torch.cuda.device_count()
-    if place.local_size > gpus:
+    if env.local_size > gpus:
         raise WorldError(
-            f"{place.local_size} ranks on this machine but only {gpus} GPU(s): each rank needs "
+            f"{env.local_size} ranks on this machine but only {gpus} GPU(s): each rank needs "
             f"its own. Start {gpus} ranks or fewer, use device='cpu', or let ranks share a GPU "
             "with World.init(backend='gloo', device='cuda:0')."
         )
-    return torch.device("cuda", place.local_rank)
+    return torch.device("cuda", env.local_rank)
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
@@ -87,101 +87,101 @@ def choose_backend(backend: str, device: torch.device) -> str:
 
 
 def join(
-    place: Environment, backend: str, device: torch.device, timeout: timedelta, checks: bool
+    env: Environment, backend: str, device: torch.device, timeout: timedelta, checks: bool
 ) -> Store:
-    """Meet the other ranks and make the default process group; returns the world's store."""
-    base = _connect(place, timeout)
-    key = _meeting_place(place)
+    """Wait for the other ranks and make the default process group; returns the world's store."""
+    base = _connect(env, timeout)
+    key = _store_key(env)
     count = _worlds_joined[key] = _worlds_joined.get(key, 0) + 1
     # Each world of this process has its own part of the store: nothing is left over from the last.
-    store = PrefixStore(f"paceline/{place.restart_count}/{count}", base)
-    _claim_rank(store, place)
-    objects.agree_on_key(store)
-    _wait_for_everyone(store, place, {"backend": backend, "checks": checks}, timeout)
+    store = PrefixStore(f"paceline/{env.restart_count}/{count}", base)
+    _claim_rank(store, env)
+    agree_on_key(store)
+    _wait_for_everyone(store, env, {"backend": backend, "checks": checks}, timeout)
     # A CUDA world also gets Gloo, so that CPU tensors can be reduced without touching the GPU.
     torch_backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-    if place.local_size == place.size:  # torchrun, say, does not see to it
+    if env.local_size == env.size:  # torchrun, say, does not see to it
         os.environ.update(loopback_interfaces())
     try:
         with sealed(torch_backend):
             dist.init_process_group(
                 torch_backend,
                 store=store,
-                rank=place.rank,
-                world_size=place.size,
+                rank=env.rank,
+                world_size=env.size,
                 timeout=timeout,
                 device_id=device if backend == "nccl" else None,
             )
     except (RuntimeError, ValueError) as error:
         raise WorldError(
-            f"rank {place.rank} of {place.size} met the others at {place.address}:{place.port} "
+            f"rank {env.rank} of {env.size} met the others at {env.address}:{env.port} "
             f"but {torch_backend} could not connect them: {_first_line(error)}"
         ) from error
     # A rank that left now would break those that are still connecting: nobody is in before all are.
-    store.set(f"connected/{place.rank}", "yes")
+    store.set(f"connected/{env.rank}", "yes")
     try:
-        store.wait([f"connected/{rank}" for rank in range(place.size)], timeout)
+        store.wait([f"connected/{rank}" for rank in range(env.size)], timeout)
     except RuntimeError as error:
         dist.destroy_process_group()
         raise WorldError(
-            f"rank {place.rank} of {place.size} is connected at {place.address}:{place.port}, but "
+            f"rank {env.rank} of {env.size} is connected at {env.address}:{env.port}, but "
             f"not all others are after {timeout.total_seconds():g} s: look for their errors."
         ) from error
     return store
 
 
-def record_collectives(place: Environment | None) -> None:
+def record_collectives(env: Environment | None) -> None:
     """Have torch record the collectives of the world to come, where there will be a watch."""
-    if _can_be_watched(place):
+    if _can_be_watched(env):
         flight.switch_on()
 
 
-def start_watch(place: Environment, pulse: Pulse, after: float) -> Watch | None:
-    """Watch this rank for hangs; ``None`` where ranks have no store to meet at."""
-    if not _can_be_watched(place):
+def start_watch(env: Environment, pulse: Pulse, after: float) -> Watch | None:
+    """Watch this rank for hangs; ``None`` where the ranks have no store in common."""
+    if not _can_be_watched(env):
         return None
-    address, port, restarts = _meeting_place(place)
+    address, port, restarts = _store_key(env)
     world = (restarts, _worlds_joined.get((address, port, restarts), 0))
-    watch = Watch(Member(place.rank, place.size, address, port, world), pulse, after)
+    watch = Watch(Member(env.rank, env.size, address, port, world), pulse, after)
     watch.start()
     return watch
 
 
-def _can_be_watched(place: Environment | None) -> bool:
-    return place is not None and place.address is not None and _meeting_place(place) not in _lent
+def _can_be_watched(env: Environment | None) -> bool:
+    return env is not None and env.address is not None and _store_key(env) not in _lent
 
 
-def lend_store(place: Environment, store: Store) -> None:
-    """Join at ``place`` through ``store`` instead of a new connection to its address."""
-    _stores[_meeting_place(place)] = store
-    _lent.add(_meeting_place(place))
+def lend_store(env: Environment, store: Store) -> None:
+    """Join the world of ``env`` through ``store`` instead of a new connection to its address."""
+    _stores[_store_key(env)] = store
+    _lent.add(_store_key(env))
 
 
 def forget_stores() -> None:
-    """Drop the connections to every meeting place; for processes that live through many worlds."""
+    """Drop the connections to every store; for processes that live through many worlds."""
     _stores.clear()
     _worlds_joined.clear()
     _lent.clear()
 
 
-def _meeting_place(place: Environment) -> tuple[str, int, int]:
-    assert place.address is not None
-    assert place.port is not None
-    return place.address, place.port, place.restart_count
+def _store_key(env: Environment) -> tuple[str, int, int]:
+    assert env.address is not None
+    assert env.port is not None
+    return env.address, env.port, env.restart_count
 
 
-def _connect(place: Environment, timeout: timedelta) -> Store:
-    key = _meeting_place(place)
+def _connect(env: Environment, timeout: timedelta) -> Store:
+    key = _store_key(env)
     if key in _stores:
         return _stores[key]
     address, port, _ = key
-    serves = place.rank == 0 and not place.store_is_hosted
+    serves = env.rank == 0 and not env.store_is_hosted
     try:
         listener = listen(address, port) if serves and is_loopback(address) else None
         store = TCPStore(
             address,
             port,
-            place.size,
+            env.size,
             is_master=serves,
             timeout=timeout,
             wait_for_workers=False,
@@ -197,7 +197,7 @@ def _connect(place: Environment, timeout: timedelta) -> Store:
             else "Is rank 0 running, and MASTER_ADDR/MASTER_PORT the same on every rank?"
         )
         raise WorldError(
-            f"rank {place.rank} of {place.size} could not {action} the meeting place "
+            f"rank {env.rank} of {env.size} could not {action} the store at "
             f"{address}:{port} (MASTER_ADDR:MASTER_PORT) within {timeout.total_seconds():g} s. "
             f"{hint} ({_first_line(error)})"
         ) from error
@@ -205,29 +205,29 @@ def _connect(place: Environment, timeout: timedelta) -> Store:
     return store
 
 
-def _claim_rank(store: Store, place: Environment) -> None:
+def _claim_rank(store: Store, env: Environment) -> None:
     """Two processes with one rank would hang all of them: the second is refused."""
-    if store.add(f"claimed/{place.rank}", 1) > 1:
+    if store.add(f"claimed/{env.rank}", 1) > 1:
         raise WorldError(
-            f"RANK={place.rank} has already joined at {place.address}:{place.port}: another "
+            f"RANK={env.rank} has already joined at {env.address}:{env.port}: another "
             "process has the same RANK, or this one is a child (a data loader worker, say) that "
             "inherited it. Give each process its own RANK; children must not join."
         )
 
 
 def _wait_for_everyone(
-    store: Store, place: Environment, settings: dict[str, Any], timeout: timedelta
+    store: Store, env: Environment, settings: dict[str, Any], timeout: timedelta
 ) -> None:
-    """Every rank says who it is, so that one that is missing or differs is named."""
-    keys = [f"joined/{rank}" for rank in range(place.size)]
-    store.set(keys[place.rank], json.dumps({"size": place.size, **settings}))
+    """Every rank reports its settings, so that one that is missing or differs is named."""
+    keys = [f"joined/{rank}" for rank in range(env.size)]
+    store.set(keys[env.rank], json.dumps({"size": env.size, **settings}))
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise WorldError(
-            f"rank {place.rank} waited {timeout.total_seconds():g} s at "
-            f"{place.address}:{place.port} for {place.size} ranks; missing: {missing}. Did they "
+            f"rank {env.rank} waited {timeout.total_seconds():g} s at "
+            f"{env.address}:{env.port} for {env.size} ranks; missing: {missing}. Did they "
             "start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
         ) from error
     said = [json.loads(value) for value in store.multi_get(keys)]
@@ -235,7 +235,7 @@ def _wait_for_everyone(
         values = [other[name] for other in said]
         if len(set(values)) > 1:
             raise WorldError(
-                f"ranks joined {place.address}:{place.port} with different {name}: "
+                f"ranks joined {env.address}:{env.port} with different {name}: "
                 + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
                 + ". Every rank must join with the same settings."
             )

@@ -22,7 +22,7 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def group_of_one(device: torch.device) -> None:
-    """A default process group for a process that stands alone: meshes cannot do without."""
+    """A default process group for a process without peers: a mesh needs one."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,

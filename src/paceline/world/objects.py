@@ -2,7 +2,7 @@
 
 A pickle is a program. Ranks of one run trust each other, but the connections that Gloo makes are
 neither encrypted nor authenticated: so a message is unpickled only if it carries the signature
-(HMAC-SHA256) of this world. The key is made when the ranks meet, and handed out by the store of the
+(HMAC-SHA256) of this world. The key is made when the ranks join, and handed out by the store of the
 round: where the run has a secret, nobody else can read that.
 """
 
@@ -27,7 +27,7 @@ _state: dict[str, bytes] = {"key": secrets.token_bytes(32)}
 
 
 def agree_on_key(store: Any) -> None:
-    """Take the key of the world that meets at ``store``; the first rank to come makes it."""
+    """Take the key of the world that joins at ``store``; the first rank to come makes it."""
     made = store.compare_set("object-key", "", secrets.token_hex(32))
     _state["key"] = hashlib.sha256(bytes(made)).digest()
 

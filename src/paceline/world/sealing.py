@@ -3,7 +3,7 @@
 Every Gloo group has a socket that listens for as long as the group lives, though all its
 connections are made when it is. Gloo takes whatever connects there: a stranger's connections stay
 open until the process has no file descriptors left, and then Gloo ends the process (torch 2.13). So
-the kernel is told to drop whatever else knocks, by a filter on the socket: a program of one
+the kernel drops whatever else connects, by a filter on the socket: a program of one
 instruction that accepts no packet. Connections that are made are not affected.
 """
 
@@ -40,7 +40,7 @@ def sealed(backend: str | None = "gloo") -> Iterator[None]:
 
 
 def _listening() -> Iterator[tuple[int, int]]:
-    """The sockets of this process that listen as Gloo's do, each with what tells it from others.
+    """The sockets of this process that listen as Gloo's do, each with what identifies it.
 
     Python's own, and those of most other libraries, are closed in child processes: Gloo's are not.
     """

@@ -1,4 +1,4 @@
-"""The world: the processes of one run, and this one's place among them."""
+"""The world: the processes of one run, and this one's rank among them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.diagnose.hangs.watch import Watch, chosen_after
 from paceline.diagnose.pulse import Pulse
-from paceline.errors import CollectiveMismatch, WorldError
+from paceline.errors import WorldError
 from paceline.launch.environment import Environment, read_environment
 from paceline.layout import Layout
-from paceline.world import agreement, joining, seeding
-from paceline.world.group import Group, backend_by_device
+from paceline.world.agreement import agree_on_call
+from paceline.world.barrier import Barrier
+from paceline.world.group import Group, backend_by_device, check_ranks
+from paceline.world.joining import (
+    choose_backend,
+    choose_device,
+    join,
+    record_collectives,
+    start_watch,
+)
 from paceline.world.mesh import group_of_one, make_mesh
-from paceline.world.sealing import sealed
+from paceline.world.process_groups import ProcessGroups
+from paceline.world.seeding import seed_everything
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds a rank waits for the others, to join and in each collective."""
@@ -57,7 +66,7 @@ class World:
 
     def __init__(
         self,
-        place: Environment,
+        env: Environment,
         *,
         device: torch.device,
         backend: str,
@@ -66,26 +75,26 @@ class World:
         owns_group: bool,
         store: Store | None,
     ) -> None:
-        self.rank, self.size = place.rank, place.size
-        self.local_rank, self.local_size = place.local_rank, place.local_size
-        self.node, self.nodes = place.node, place.nodes
-        self.restart_count = place.restart_count
+        self.rank, self.size = env.rank, env.size
+        self.local_rank, self.local_size = env.local_rank, env.local_size
+        self.node, self.nodes = env.node, env.nodes
+        self.restart_count = env.restart_count
         self.device, self.backend = device, backend
         self.timeout, self.checks = timeout, checks
-        self._address = None if place.address is None else f"{place.address}:{place.port}"
+        self._address = None if env.address is None else f"{env.address}:{env.port}"
         self._owns_group = owns_group
-        self._store = store
+        self._barrier = Barrier(store)
         self._pid = os.getpid()
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups = ProcessGroups(
+            self.rank, self.size, timeout=timeout, checks=checks, alone=backend == "none"
+        )
         self._meshes: dict[Layout, DeviceMesh] = {}
-        self._background: dict[tuple[str, tuple[int, ...] | None], dist.ProcessGroup] = {}
         self.pulse = Pulse()
         """Where this rank is: marked by engine and trainer, read by the watch for hangs."""
         self._watch: Watch | None = None
         self._before_close: list[Callable[[float], None]] = []
         self._closed = False
-        self._barriers = 0
-        self.everyone = self._make_group(tuple(range(self.size)))
+        self.everyone = self._groups.make(tuple(range(self.size)))
 
     @classmethod
     def init(
@@ -97,7 +106,7 @@ class World:
         checks: bool | None = None,
         hang_after: float | None = None,
     ) -> World:
-        """Join the world the launcher describes (``RANK``, ``WORLD_SIZE``, …), or stand alone.
+        """Join the world the launcher describes (``RANK``, ``WORLD_SIZE``, …), or run alone.
 
         ``backend`` is ``auto`` (NCCL on CUDA, Gloo on CPU), ``gloo`` or ``nccl``; ``device`` is
         ``auto`` (this rank's own GPU, else the CPU) or a device. ``timeout`` (seconds, default
@@ -116,15 +125,15 @@ class World:
             raise WorldError(f"timeout={timeout!r} must be a number of seconds above 0.")
         limit = timedelta(seconds=seconds)
         after = chosen_after(hang_after)
-        place = read_environment()
+        env = read_environment()
         if dist.is_available() and dist.is_initialized():
-            world = cls._adopt(place, backend, device, limit, checks is not False)
+            world = cls._adopt(env, backend, device, limit, checks is not False)
         else:
             if after:
-                joining.record_collectives(place)
-            world = cls._join(place, backend, device, limit, checks is not False)
-        if after and place is not None:
-            world._watch = joining.start_watch(place, world.pulse, after)
+                record_collectives(env)
+            world = cls._join(env, backend, device, limit, checks is not False)
+        if after and env is not None:
+            world._watch = start_watch(env, world.pulse, after)
         cls._joined = world
         return world
 
@@ -136,21 +145,21 @@ class World:
     @classmethod
     def _join(
         cls,
-        place: Environment | None,
+        env: Environment | None,
         backend: str,
         device: str | torch.device,
         timeout: timedelta,
         checks: bool,
     ) -> World:
-        alone = place is None or place.address is None
-        place = place or _ALONE
-        chosen = joining.choose_device(device, backend, place)
-        name = joining.choose_backend(backend, chosen)
+        alone = env is None or env.address is None
+        env = env or _ALONE
+        chosen = choose_device(device, backend, env)
+        name = choose_backend(backend, chosen)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        store = None if alone else joining.join(place, name, chosen, timeout, checks)
+        store = None if alone else join(env, name, chosen, timeout, checks)
         return cls(
-            place,
+            env,
             device=chosen,
             backend="none" if alone else name,
             timeout=timeout,
@@ -162,7 +171,7 @@ class World:
     @classmethod
     def _adopt(
         cls,
-        place: Environment | None,
+        env: Environment | None,
         backend: str,
         device: str | torch.device,
         timeout: timedelta,
@@ -170,9 +179,9 @@ class World:
     ) -> World:
         """Use the default process group that someone else made."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        if place is None or (place.rank, place.size) != (rank, size):
-            # Made without a launcher's variables: on one machine, as far as anyone can tell.
-            place = Environment(rank, size, rank, size, 0, 1, None, None, 0, False)
+        if env is None or (env.rank, env.size) != (rank, size):
+            # Made without a launcher's variables: on one machine, as far as is known.
+            env = Environment(rank, size, rank, size, 0, 1, None, None, 0, False)
         backends = set(backend_by_device().values())
         name = "nccl" if "nccl" in backends else sorted(backends)[0]
         if backend not in ("auto", name):
@@ -180,9 +189,9 @@ class World:
                 f"backend={backend!r} but a process group with backend {name!r} is already "
                 "initialised. Leave backend='auto' to use it, or destroy it first."
             )
-        chosen = joining.choose_device(device, name, place)
+        chosen = choose_device(device, name, env)
         return cls(
-            place,
+            env,
             device=chosen,
             backend=name,
             timeout=timeout,
@@ -194,7 +203,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that speaks and writes."""
+        """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
 
     def group(self, ranks: Iterable[int]) -> Group:
@@ -202,19 +211,19 @@ class World:
 
         Asking twice for the same ranks gives the same group.
         """
-        members = self._checked_ranks(ranks)
+        members = check_ranks(ranks, self.size)
         self._require_open("group")
         if members not in self._groups:
-            agreement.meet(self.everyone, f"world.group({list(members)})", checks=self.checks)
-            self._make_group(members)
+            agree_on_call(self.everyone, f"world.group({list(members)})", checks=self.checks)
+            self._groups.make(members)
         return self._groups[members]
 
     def seed(self, seed: int) -> None:
         """Give this rank its own random streams (torch, random, numpy), derived from ``seed``."""
-        seeding.seed_everything(seed, self.rank)
+        seed_everything(seed, self.rank)
 
     def info(self) -> dict[str, Any]:
-        """Everything there is to know about this process's place, as plain values."""
+        """Everything there is to know about this process and its world, as plain values."""
         facts: dict[str, Any] = {
             "rank": self.rank,
             "size": self.size,
@@ -263,15 +272,8 @@ class World:
         self._require_open("background_group()")
         if self.backend == "none":
             return None
-        members = None if ranks is None else self._checked_ranks(ranks)
-        key = (name, members)
-        if key not in self._background:
-            everyone = None if members is None else list(members)
-            with sealed():
-                self._background[key] = dist.new_group(
-                    everyone, backend="gloo", timeout=self.timeout
-                )
-        return self._background[key]
+        members = None if ranks is None else check_ranks(ranks, self.size)
+        return self._groups.background(name, members)
 
     def before_close(self, action: Callable[[float], None]) -> None:
         """Have ``action`` done when this world is left, while there are connections.
@@ -299,15 +301,14 @@ class World:
             World._joined = None
         if self._watch is not None:
             self._watch.stop()
-        for group in self._groups.values():
-            group.close()
+        self._groups.close()
         # A forked child holds a copy of this object, not of the connections.
         if self._pid != os.getpid() or not (dist.is_available() and dist.is_initialized()):
             return
         if self._owns_group:
             dist.destroy_process_group()
         else:
-            self._destroy_own_groups()
+            self._groups.destroy()
 
     def __enter__(self) -> World:
         return self
@@ -329,97 +330,9 @@ class World:
     def wait_at_barrier(
         self, group: Group, timeout: timedelta | None, problem: WorldError | None
     ) -> None:
-        """What :func:`collectives.barrier` does: meets, and knows who is missing if it cannot."""
+        """What :func:`collectives.barrier` does, with the store to name the ranks that miss."""
         name = "barrier" if group is self.everyone else f"barrier of {list(group.ranks)}"
-        if self._store is None or group.size == 1:
-            agreement.meet(group, name, checks=True, problem=problem, timeout=timeout)
-            return
-        self._barriers += 1
-        keys = [f"{name}/{self._barriers}/{rank}" for rank in group.ranks]
-        with agreement.explained(group, name):
-            self._store.set(keys[group.rank], "here")
-        try:
-            if timeout is not None and timeout > group.timeout:
-                # Longer than any collective may take: wait at the store, which has the patience.
-                with agreement.explained(group, name, timeout):
-                    self._store.wait(keys, timeout)
-            agreement.meet(group, name, checks=True, problem=problem, timeout=timeout)
-        except CollectiveMismatch:
-            raise
-        except WorldError as error:
-            missing = self._missing(group, keys)
-            if missing:
-                raise WorldError(f"{error} Ranks that did not come: {missing}.") from error
-            raise
-        self._store.delete_key(keys[group.rank])
-
-    def _missing(self, group: Group, keys: list[str]) -> list[int]:
-        assert self._store is not None
-        try:
-            return [
-                rank
-                for rank, key in zip(group.ranks, keys, strict=True)
-                if not self._store.check([key])
-            ]
-        except RuntimeError:  # rank 0, which may serve the store, is gone as well
-            return []
-
-    def _make_group(self, members: tuple[int, ...]) -> Group:
-        process_group, cpu_group = self._process_groups(members)
-        group = Group(
-            members,
-            world_rank=self.rank,
-            process_group=process_group,
-            cpu_group=cpu_group,
-            timeout=self.timeout,
-            checks=self.checks,
-        )
-        self._groups[members] = group
-        return group
-
-    def _process_groups(
-        self, members: tuple[int, ...]
-    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """Torch's group for ``members``, and the one that carries their CPU tensors."""
-        if self.backend == "none":
-            return None, None
-        if len(members) == self.size:
-            group = dist.group.WORLD
-        else:
-            with sealed(dist.get_backend()):
-                group = dist.new_group(list(members), timeout=self.timeout)
-        if "cpu" in backend_by_device():
-            cpu_group = group
-        else:  # an adopted NCCL-only group: checks, objects and CPU tensors need Gloo beside it
-            with sealed():
-                cpu_group = dist.new_group(list(members), timeout=self.timeout, backend="gloo")
-        if self.rank not in members:
-            return None, None
-        return group, cpu_group
-
-    def _destroy_own_groups(self) -> None:
-        for background in self._background.values():
-            dist.destroy_process_group(background)
-        for group in self._groups.values():
-            for own in {group.process_group, group._cpu_group} - {None, dist.group.WORLD}:
-                dist.destroy_process_group(own)
-
-    def _checked_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        try:
-            members = tuple(ranks)
-        except TypeError:
-            raise WorldError(f"group({ranks!r}): give a list of ranks, such as [0, 1].") from None
-        if not members:
-            raise WorldError("group([]): a group needs at least one rank.")
-        for rank in members:
-            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
-                raise WorldError(
-                    f"group({list(members)}): {rank!r} is not a rank of this world of {self.size}: "
-                    f"ranks are 0 to {self.size - 1}."
-                )
-        if len(set(members)) != len(members):
-            raise WorldError(f"group({list(members)}): a rank is named more than once.")
-        return tuple(sorted(members))
+        self._barrier.wait(group, name, timeout, problem)
 
     def _require_open(self, call: str) -> None:
         if self._closed:

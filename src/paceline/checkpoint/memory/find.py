@@ -61,7 +61,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A snapshot of which nodes hold segments; :meth:`open` tells whether they are all of it."""
+    """A snapshot of which nodes hold segments; :meth:`open` checks whether they are all of it."""
 
     step: int
     ranks: int
@@ -124,7 +124,7 @@ class HeldSnapshot:
             )
 
     def _check(self, offers: Sequence[HeldSegment]) -> list[_Checked]:
-        """What is in each of ``offers``: looked at by one rank on its node, told to all."""
+        """What is in each of ``offers``: looked at by one rank on its node, known to all."""
         mine = {
             number: _look(self.folder, offer.header, self.digest)
             for number, offer in enumerate(offers)
@@ -158,7 +158,7 @@ def snapshots_in_memory(
 ) -> list[HeldSnapshot]:
     """The snapshots of a run of which any node holds a segment, newest first. A collective.
 
-    Segments that cannot be read, or are of another run (see ``MemorySnapshots``), are told to
+    Segments that cannot be read, or are of another run (see ``MemorySnapshots``), are reported to
     ``on_problem``, on every rank; so is a folder that is not this user's alone, which is not read.
     """
     folder = folder_of(run, root)
@@ -178,30 +178,6 @@ def snapshots_in_memory(
         HeldSnapshot(step, held[0].header.ranks, tuple(held), folder, nodes, digest)
         for (step, _), held in sorted(offers.items(), reverse=True)
     ]
-
-
-def find_in_memory(
-    run: str | os.PathLike[str],
-    group: dist.ProcessGroup | None,
-    *,
-    identity: str = "",
-    root: str | os.PathLike[str] = ROOT,
-    on_problem: Callable[[str], None] | None = None,
-    digest: Digest = XXH3,
-) -> MemoryCheckpoint | None:
-    """The newest snapshot that is whole, from copies where need be. A collective.
-
-    ``None`` where there is none; what was not whole is told to ``on_problem``.
-    """
-    for held in snapshots_in_memory(
-        run, group, identity=identity, root=root, on_problem=on_problem, digest=digest
-    ):
-        try:
-            return held.open()
-        except CheckpointError as error:
-            if on_problem is not None:
-                on_problem(str(error))
-    return None
 
 
 def _look(folder: Path, header: Header, digest: Digest) -> _Checked:

@@ -43,7 +43,7 @@ class Segment:
         """Have room for ``size`` bytes and a little more; what the segment held is gone.
 
         The memory is really taken from the system here: where there is not enough, this raises,
-        so that no later write kills the process. ``pin`` tells CUDA of it.
+        so that no later write kills the process. ``pin`` registers it with CUDA.
         """
         if self.has_room(size):
             return

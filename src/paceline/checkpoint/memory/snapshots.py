@@ -131,7 +131,7 @@ class MemorySnapshots:
 
     @property
     def note(self) -> str | None:
-        """What a person should be told of the copies; ``None`` where there are copies."""
+        """What a person should know of the copies; ``None`` where there are copies."""
         if self.partner is not None:
             return None
         return (
@@ -305,7 +305,7 @@ class MemorySnapshots:
             if taken is not None:
                 header = self._commit(taken)
                 index, body = taken.index, self._own.spare.memory[: taken.size]
-        except Exception as error:  # told by the next call: partners must not wait for us
+        except Exception as error:  # reported by the next call: partners must not wait for us
             problems.append(_sentence(error, taken))
         try:
             refused = self._copies.trade(header, index, body)

@@ -1,4 +1,4 @@
-"""Ranks tell each other what they found, so that all of them go on alike."""
+"""Collectives by which the ranks of a save or load agree, so that all of them go on alike."""
 
 from __future__ import annotations
 

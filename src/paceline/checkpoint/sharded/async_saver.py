@@ -74,8 +74,8 @@ class AsyncSaver:
         """Begin to save; the seconds waited for the save before this one to end.
 
         Called by all ranks, in the same order. When it returns, ``state`` may change. What becomes
-        of it is told by :meth:`finished`: it never raises because a save failed, this rank's copy
-        included.
+        of it is reported by :meth:`finished`: it never raises because a save failed, nor because
+        this rank's copy did.
         """
         if self._closed:
             raise CheckpointError(f"step {step} cannot be saved: the saver is closed.")
@@ -87,7 +87,7 @@ class AsyncSaver:
         try:
             own = self._own.of(step, state)  # nothing else uses the group now
             state, info = self._copy.take(own), copy.deepcopy(info)
-        except Exception as error:  # told to all ranks: they would wait for this one in vain
+        except Exception as error:  # reported to all ranks: they would wait for this one in vain
             known = isinstance(error, CheckpointError)
             problem = str(error) if known else f"{type(error).__name__}: {error}"
             state, info = RankState(), {}

@@ -24,7 +24,7 @@ from paceline.errors import CheckpointError
 class WriteShare:
     """The boxes that this rank copies, and where in its file each begins.
 
-    Holds for every state of the structure it was made for; :meth:`fits` tells.
+    Holds for every state of the structure it was made for; :meth:`fits` says so.
     """
 
     def __init__(self, state: RankState, items: Sequence[WriteItem], file: str) -> None:
@@ -135,7 +135,7 @@ class OwnBoxes:
     def _fits(self, state: RankState) -> bool:
         try:
             return self._share is not None and self._share.fits(state)
-        except Exception:  # what is wrong with it, the save tells all ranks: they wait for us here
+        except Exception:  # the save reports it to all ranks, which wait for us here
             return False
 
 

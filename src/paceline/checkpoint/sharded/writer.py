@@ -33,7 +33,7 @@ from paceline.errors import CheckpointError
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a rank tells of its file: its entry in the manifest, and what it holds.
+    """What a rank reports of its file: its entry in the manifest, and what it holds.
 
     Boxes are given as name, offset, shape, start and length; objects as name, start and length.
     """
@@ -168,7 +168,7 @@ class StateWriter(StorageWriter):
         folder = self._checkpoint.name
         self._check_lock()
         self._storage.replace(f"{folder}/{MANIFEST}", made.to_bytes(self._storage.digest))
-        metadata.planner_data, metadata.storage_data = None, made.size  # all ranks are told
+        metadata.planner_data, metadata.storage_data = None, made.size  # all ranks get to know
         # From here on it is saved, whatever happens.
         with suppress(CheckpointError):
             for name in self._storage.names(folder):
@@ -180,7 +180,7 @@ class StateWriter(StorageWriter):
         if not self._token:
             return
         folder = self._checkpoint.name
-        with suppress(CheckpointError):  # why the save failed is what is told
+        with suppress(CheckpointError):  # why the save failed is what is reported
             if self._has_manifest():
                 known = self._storage.read_bytes(f"{folder}/{MANIFEST}")
                 if self._token.encode() in known:

@@ -167,7 +167,7 @@ def _deleted_on_failure(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # the first error is the one to tell
+        with suppress(OSError):  # the first error is the one to report
             path.unlink(missing_ok=True)
         raise
 

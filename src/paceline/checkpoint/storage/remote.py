@@ -45,13 +45,13 @@ class FsspecStorage(Storage):
             raise CheckpointError(f"cannot open {self.where}: {error}") from error
         except ValueError as error:
             raise CheckpointError(
-                f"cannot open {self.where}: {self.told(error)}. Give a path, or a URL that fsspec "
-                "knows, such as s3://bucket/folder."
+                f"cannot open {self.where}: {self.text_of(error)}. Give a path, or a URL that "
+                "fsspec knows, such as s3://bucket/folder."
             ) from self.cause(error)
         except TypeError as error:
             raise CheckpointError(
                 f"cannot open {self.where} with the storage options "
-                f"{', '.join(sorted(self.options)) or 'given'}: {self.told(error)}."
+                f"{', '.join(sorted(self.options)) or 'given'}: {self.text_of(error)}."
             ) from self.cause(error)
         self.root = root.rstrip("/")
 
@@ -150,7 +150,7 @@ class FsspecStorage(Storage):
                 self.fs.makedirs(self._full(path), exist_ok=True)
 
     def _abandon(self, file: Any, path: str) -> None:
-        """Give up an upload; the error that led here is the one to tell."""
+        """Give up an upload; the error that led here is the one to report."""
         if isinstance(file, AbstractBufferedFile):
             with suppress(Exception):
                 file.discard()
@@ -170,16 +170,16 @@ class FsspecStorage(Storage):
         except Exception as error:  # stores raise their client library's own kinds
             untouched = "Earlier checkpoints are untouched. " if verb == "write" else ""
             raise StorageError(
-                f"cannot {verb} {self.full(path)}: {type(error).__name__}: {self.told(error)}. "
+                f"cannot {verb} {self.full(path)}: {type(error).__name__}: {self.text_of(error)}. "
                 f"{untouched}Check the URL, the storage options, the credentials and the network."
             ) from self.cause(error)
 
-    def told(self, error: BaseException) -> str:
+    def text_of(self, error: BaseException) -> str:
         """What ``error`` says, without the credentials that client libraries repeat."""
         return without(str(error), self._secrets)
 
     def cause(self, error: BaseException) -> BaseException | None:
-        """``error`` to chain to, unless its traceback would tell a credential."""
+        """``error`` to chain to, unless its traceback would show a credential."""
         text = "".join(traceback.format_exception(error))
         return error if without(text, self._secrets) == text else None
 

@@ -109,7 +109,7 @@ class Storage(ABC):
         return bytes(data[:found])
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        """The size of each, as :meth:`size` tells it."""
+        """The size of each, as :meth:`size` gives it."""
         return [self.size(path) for path in paths]
 
     def full(self, path: str) -> str:

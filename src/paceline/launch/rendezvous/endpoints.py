@@ -35,7 +35,7 @@ class RendezvousEndpoints:
     ) -> None:
         self._endpoints, self._patience, self._tunnel = list(endpoints), patience, tunnel
         self._server: ServedStore | None = None
-        self._strangers: dict[Endpoint, str] = {}
+        self._foreign: dict[Endpoint, str] = {}
         self._served: Endpoint | None = None
         self._taken: Endpoint | None = None
         self.trouble: str | None = None
@@ -56,13 +56,13 @@ class RendezvousEndpoints:
         there by mistake.
         """
         found: list[tuple[int, int, Endpoint, RendezvousRecords]] = []
-        self._strangers = {}
+        self._foreign = {}
         for number, endpoint in enumerate(self._endpoints):
             try:
                 records = RendezvousRecords(reach(endpoint, self._patience, self._tunnel))
                 current = records.current()
-            except ForeignStore as stranger:
-                self._strangers[endpoint] = str(stranger)
+            except ForeignStore as foreign:
+                self._foreign[endpoint] = str(foreign)
                 continue
             except (StoreUnreachable, KeyError, BadMessage):
                 continue
@@ -106,8 +106,8 @@ class RendezvousEndpoints:
             except OSError:
                 found.append(f"the name {endpoint.host!r} does not resolve")
                 continue
-            if endpoint in self._strangers:
-                found.append(self._strangers[endpoint])
+            if endpoint in self._foreign:
+                found.append(self._foreign[endpoint])
             elif endpoint == self._taken:
                 found.append(
                     f"port {endpoint.port} of this machine is taken by something that is no "

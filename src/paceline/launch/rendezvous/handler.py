@@ -126,7 +126,7 @@ class LocalRendezvous(LauncherRendezvous):
         """Nobody stays behind."""
 
     def close_for_all(self, reason: str) -> None:
-        """Nobody else has to hear of it."""
+        """There is nobody else to notify."""
         self._closed = True
 
     def stop_waiting(self) -> None:

@@ -59,7 +59,7 @@ from paceline.launch.rendezvous.membership import (
 )
 from paceline.launch.rendezvous.records import CurrentWorld, RendezvousRecords
 from paceline.launch.rendezvous.stores import InterruptibleStore, ServedStore, StoreConnection
-from paceline.launch.tunnel import Gate
+from paceline.launch.tunnel import ExposedPort
 
 _LINGER_SECONDS = 5.0
 _POLL_SECONDS = 0.1
@@ -97,7 +97,7 @@ class MultiNodeRendezvous(LauncherRendezvous):
         self._server: ServedStore | None = None
         self._server_before: ServedStore | None = None
         self._served_at: tuple[str, int] | None = None
-        self._keepalive_gate: Gate | None = None
+        self._keepalive_port: ExposedPort | None = None
         self._made: RunInfo | None = None
         self._watch: HeartbeatMonitor | None = None
         self._announcer: WorldAnnouncer | None = None
@@ -306,7 +306,7 @@ class MultiNodeRendezvous(LauncherRendezvous):
         return self._begin(records, generation, world, node, terms, connection)
 
     def _serve_round(self, address: str, size: int, run: RunInfo) -> Terms:
-        """Serve the store of the round, and the other ends of keepalive_server, to the others."""
+        """Serve the store of the round, and accept keep-alive connections, for the others."""
         tunnel = self.joiner.tunnel
         self._server = ServedStore(address, 0, tunnel)
         heartbeats.prepare_store(self._server.store, size)
@@ -317,8 +317,8 @@ class MultiNodeRendezvous(LauncherRendezvous):
             self._keepalive_server = KeepAliveServer(
                 tunnel.locked_listener(), size, self._hooks.notice
             )
-            self._keepalive_gate = tunnel.expose(listen(address, 0), self._keepalive_server.port)
-            port = self._keepalive_gate.port
+            self._keepalive_port = tunnel.expose(listen(address, 0), self._keepalive_server.port)
+            port = self._keepalive_port.port
         return Terms(self._server.port, port, run, uuid.uuid4().hex)
 
     def _connect_to_round(self, where: tuple[str, int]) -> StoreConnection:
@@ -425,12 +425,12 @@ class MultiNodeRendezvous(LauncherRendezvous):
         for held in (
             self._agents_store,
             self._keepalive,
-            self._keepalive_gate,
+            self._keepalive_port,
             self._keepalive_server,
         ):
             if held is not None:
                 held.close()
-        self._keepalive = self._keepalive_server = self._keepalive_gate = None
+        self._keepalive = self._keepalive_server = self._keepalive_port = None
         # The others may not have read yet why the round is over: keep its store for one more round.
         self._close_server_before()
         self._server_before, self._server = self._server, None

@@ -25,7 +25,7 @@ from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[at
 
 from paceline.config.endpoints import Endpoint
 from paceline.launch.listening import listen
-from paceline.launch.tunnel import Gate, Tunnel, WrongSecret
+from paceline.launch.tunnel import ExposedPort, Tunnel, WrongSecret
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class StoreRefused(StoreUnreachable):
 
 
 class ForeignStore(StoreUnreachable):
-    """Somebody listens there who does not have our secret."""
+    """Whoever listens there does not have our secret."""
 
 
 class StoreConnection:
@@ -237,11 +237,11 @@ class ServedStore:
     """A store that this process serves to other machines, until it is closed.
 
     With a ``tunnel``, only to those that have its secret: the store itself is on loopback then, and
-    locked for everybody but the tunnel's gate.
+    locked for everybody but the tunnel.
     """
 
     def __init__(self, host: str, port: int, tunnel: Tunnel | None = None) -> None:
-        self._gate: Gate | None = None
+        self._exposed: ExposedPort | None = None
         if tunnel is None:
             self.store = serve(host, port)
             self.port = int(self.store.port)
@@ -257,13 +257,13 @@ class ServedStore:
             master_listen_fd=inside.detach(),
         )
         tunnel.lock(same)
-        self._gate = tunnel.expose(outside, number)
-        self.port = self._gate.port
+        self._exposed = tunnel.expose(outside, number)
+        self.port = self._exposed.port
 
     def close(self) -> None:
         """Serve it no longer."""
-        if self._gate is not None:
-            self._gate.close()
+        if self._exposed is not None:
+            self._exposed.close()
         del self.store
 
 

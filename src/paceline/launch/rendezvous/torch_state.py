@@ -1,8 +1,8 @@
 """The state of torch's dynamic rendezvous, kept in the store as JSON.
 
-Torch's own backend stores a pickle, and whoever reaches the store could have every launcher execute
-code. Here the state is written field by field and read back with every field checked; the pickle
-that torch's handler wants to see is made in this process, of what was checked.
+Torch's own backend stores a pickle, and anyone who reaches the store could have every launcher
+execute code. Here the state is written field by field and read back with every field checked; the
+pickle that torch's handler wants to see is made in this process, from what was checked.
 
 This is the one file that knows the private classes of
 ``torch.distributed.elastic.rendezvous.dynamic_rendezvous``; a test says when they change.
@@ -92,8 +92,8 @@ def to_torch(state: RendezvousState) -> Any:
 class JsonBackend(RendezvousBackend):
     """A backend for torch's dynamic rendezvous whose state is JSON under one key of ``store``.
 
-    What a stranger wrote there is replaced by nothing, as if nobody had come yet, and ``notice``
-    hears of it.
+    What is no valid state is replaced by an empty one, as if nobody had come yet, and reported to
+    ``notice``.
     """
 
     def __init__(self, store: Store, run_id: str, notice: Callable[[str], None]) -> None:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import TrainingError
 from paceline.parallel.device_map.moves import Align, moved
-from paceline.parallel.device_map.plan import Row, available_devices, plan, readable
+from paceline.parallel.device_map.plan import PlacedPart, available_devices, plan, readable
 
 DeviceLike = str | int | torch.device
 _FORWARD = "_paceline_unaligned_forward"
@@ -33,7 +33,7 @@ class DeviceMap:
 
     modules: dict[str, torch.device]
     """The placed modules by name; a parameter that a mixed module owns itself is there too."""
-    rows: Sequence[Row] = ()
+    rows: Sequence[PlacedPart] = ()
     _handles: list[RemovableHandle] = field(default_factory=list, repr=False)
     _aligned: list[nn.Module] = field(default_factory=list, repr=False)
 
@@ -86,7 +86,7 @@ def place(
     Parameters keep their identity, so that an optimizer made before goes on working.
     """
     _check_model(model)
-    rows: Sequence[Row] = ()
+    rows: Sequence[PlacedPart] = ()
     if isinstance(device_map, str):
         if device_map != "auto":
             raise TrainingError(
@@ -280,7 +280,7 @@ def _align(module: nn.Module, result: DeviceMap) -> None:
     result._aligned.append(module)
 
 
-def _rows(model: nn.Module, modules: Mapping[str, torch.device]) -> list[Row]:
+def _rows(model: nn.Module, modules: Mapping[str, torch.device]) -> list[PlacedPart]:
     sizes = {name: tensor.nbytes for name, tensor in model.named_parameters()}
     trainable = {name: p.nbytes for name, p in model.named_parameters() if p.requires_grad}
 
@@ -290,6 +290,8 @@ def _rows(model: nn.Module, modules: Mapping[str, torch.device]) -> list[Row]:
 
     return [
         # Parameters and gradients, and the two averages of Adam.
-        Row(name, device, inside(name, sizes), inside(name, sizes) + 3 * inside(name, trainable))
+        PlacedPart(
+            name, device, inside(name, sizes), inside(name, sizes) + 3 * inside(name, trainable)
+        )
         for name, device in modules.items()
     ]

@@ -29,7 +29,7 @@ _BACKWARD = 2.0  # a backward pass takes about twice its forward
 
 
 @dataclass
-class Row:
+class PlacedPart:
     """One part of a model: where it goes, what it holds and needs, and its measured forward."""
 
     name: str
@@ -40,14 +40,14 @@ class Row:
 
 
 @dataclass
-class _Piece:
+class _ModelPart:
     name: str
     module: nn.Module | None
     parameters: int
     trainable: int
     activations: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    with_it: list[_Piece] = field(default_factory=list)
+    with_it: list[_ModelPart] = field(default_factory=list)
     """Pieces that share a parameter with this one, and so go where it goes."""
 
     @property
@@ -77,7 +77,7 @@ def plan(
     devices: Sequence[torch.device],
     limits: Mapping[torch.device, int | str],
     sample: Callable[[nn.Module], Any] | None,
-) -> list[Row]:
+) -> list[PlacedPart]:
     """The parts of ``model`` in running order, each device with one run of them.
 
     Devices are taken in their order; of the cuts that fit, the one with the least time is taken,
@@ -109,7 +109,7 @@ def plan(
         where[piece.name] = device
         where |= {other.name: device for other in piece.with_it}
     return [
-        Row(
+        PlacedPart(
             piece.name,
             where[piece.name],
             piece.parameters,
@@ -121,7 +121,7 @@ def plan(
 
 
 def _cut(
-    pieces: Sequence[_Piece], devices: Sequence[torch.device], room: Mapping[torch.device, int]
+    pieces: Sequence[_ModelPart], devices: Sequence[torch.device], room: Mapping[torch.device, int]
 ) -> list[torch.device] | None:
     """The device of each piece, by dynamic programming over (pieces done, devices used)."""
     whole = sum(max(piece.cost(device) for device in devices) for piece in pieces) or 1.0
@@ -148,10 +148,10 @@ def _cut(
     return best[len(pieces)][2] if len(pieces) in best else None
 
 
-def _pieces(model: nn.Module) -> list[_Piece]:
+def _pieces(model: nn.Module) -> list[_ModelPart]:
     """The blocks, and between them the largest modules without a block; in the model's order."""
     blocks = set(find_blocks(model))
-    found: list[_Piece] = []
+    found: list[_ModelPart] = []
 
     def look(name: str, module: nn.Module) -> None:
         start = f"{name}." if name else ""
@@ -162,7 +162,7 @@ def _pieces(model: nn.Module) -> list[_Piece]:
         for key, tensor in module.named_parameters(recurse=False):
             found.append(_piece(start + key, None, [tensor]))
         for key, buffer in module.named_buffers(recurse=False):
-            found.append(_Piece(start + key, None, buffer.nbytes, 0))
+            found.append(_ModelPart(start + key, None, buffer.nbytes, 0))
         for key, child in module.named_children():
             look(start + key, child)
 
@@ -174,12 +174,12 @@ def _pieces(model: nn.Module) -> list[_Piece]:
     return found
 
 
-def _piece(name: str, module: nn.Module | None, parameters: Any) -> _Piece:
+def _piece(name: str, module: nn.Module | None, parameters: Any) -> _ModelPart:
     unique = list({id(p): p for p in parameters}.values())
     held = sum(p.nbytes for p in unique)
     if module is not None:
         held += sum(buffer.nbytes for buffer in module.buffers())
-    return _Piece(name, module, held, sum(p.nbytes for p in unique if p.requires_grad))
+    return _ModelPart(name, module, held, sum(p.nbytes for p in unique if p.requires_grad))
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -187,10 +187,10 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _tied_together(model: nn.Module, pieces: Sequence[_Piece]) -> list[_Piece]:
+def _tied_together(model: nn.Module, pieces: Sequence[_ModelPart]) -> list[_ModelPart]:
     """The pieces, those that share a tensor with an earlier one hung on to it."""
-    heads: list[_Piece] = []
-    owner: dict[int, _Piece] = {}
+    heads: list[_ModelPart] = []
+    owner: dict[int, _ModelPart] = {}
     for piece in pieces:
         tensors = (
             list(_tensors(piece.module)) if piece.module is not None else [_get(model, piece.name)]
@@ -215,10 +215,10 @@ def _get(model: nn.Module, name: str) -> Any:
 
 def _measured(
     model: nn.Module,
-    pieces: Sequence[_Piece],
+    pieces: Sequence[_ModelPart],
     devices: Sequence[torch.device],
     sample: Callable[[nn.Module], Any],
-) -> list[_Piece]:
+) -> list[_ModelPart]:
     """The pieces in the order in which they ran, with their times and activations."""
     calls = _watch(model, pieces, sample)
     kinds = {device.type: device for device in devices}
@@ -241,7 +241,7 @@ def _measured(
 
 
 def _watch(
-    model: nn.Module, pieces: Sequence[_Piece], sample: Callable[[nn.Module], Any]
+    model: nn.Module, pieces: Sequence[_ModelPart], sample: Callable[[nn.Module], Any]
 ) -> dict[str, tuple[Any, Any]]:
     """With what each piece was called first, in that order; the model is left as it was."""
     calls: dict[str, tuple[Any, Any]] = {}

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 import paceline.parallel.pipeline.tied_weights as tied
 from paceline.layout.schedules import check_schedule
 from paceline.options import Pipelining
+from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline.activations import wire_spec
 from paceline.parallel.pipeline.cut_plan import CutPlan
 from paceline.parallel.pipeline.cutting import model_of
@@ -28,7 +29,6 @@ from paceline.parallel.pipeline.stage import (
     StageWork,
 )
 from paceline.parallel.pipeline.units import Skeleton
-from paceline.parallel.term import Term
 from paceline.world import objects
 
 _SHAPES_KEPT = 64

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError
 from paceline.nested import map_leaves, tensors
+from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline.activations import enter, leave
 from paceline.parallel.pipeline.cut_plan import CutPlan
 from paceline.parallel.pipeline.fake_tensors import Fakes, fill, is_fake, zeros_like
@@ -27,7 +28,6 @@ from paceline.parallel.pipeline.tracing import (
 )
 from paceline.parallel.pipeline.units import Skeleton
 from paceline.parallel.sync_batchnorm import not_counting
-from paceline.parallel.term import Term
 
 
 class StageRun(ModelRun):

@@ -27,13 +27,13 @@ from torch.distributed.fsdp import (
 from paceline.errors import TrainingError
 from paceline.nested import map_tensors, tensors
 from paceline.options import Sharding
-from paceline.parallel.exchanging import Averaging, UnitParameter, sparse_embedding
+from paceline.parallel.averaging import Averaging, UnitParameter, sparse_embedding
 from paceline.parallel.shard.gloo_collectives import ExchangeAndSum, Gather, SumBy
 from paceline.parallel.shard.mixed_precision import LOW, cast_inputs, cast_result
-from paceline.parallel.shard.outside_calls import Visits
+from paceline.parallel.shard.outside_calls import OutsideCalls
 from paceline.parallel.shard.scalars import Scalars
 from paceline.parallel.shard.units import find_units
-from paceline.parallel.shard.unused_parameters import Slot, Usage
+from paceline.parallel.shard.unused_parameters import HeldParameter, ParameterUsage
 from paceline.torch_internals import make_fsdp_root
 from paceline.world.group import backend_by_device
 
@@ -76,7 +76,7 @@ def shard(
     slots = _slots(parts, scalars)
     usage = None
     if scalars.mesh.size() > 1 and not zero_bubble:
-        usage = Usage(root, slots)
+        usage = ParameterUsage(root, slots)
     options: dict[str, Any] = {
         "mesh": scalars.mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -93,7 +93,7 @@ def shard(
     sharded = Sharded(root, stage, scalars, usage, model, slots, averaging)
     if model is not root and model in set(root.modules()):  # not a pipeline stage of it
         owners = [slot.owner for slot in slots.get(root, ())]
-        sharded.receive_visits(list(dict.fromkeys([model, *found, *owners])))
+        sharded.allow_outside_calls(list(dict.fromkeys([model, *found, *owners])))
     return sharded
 
 
@@ -110,24 +110,24 @@ def _offload_policy(sharding: Sharding, mesh: DeviceMesh) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
 
-def _slots(parts: Sequence[nn.Module], scalars: Scalars) -> dict[nn.Module, list[Slot]]:
+def _slots(parts: Sequence[nn.Module], scalars: Scalars) -> dict[nn.Module, list[HeldParameter]]:
     """Where the parameters lie that each part gathers; inner parts come first, and take theirs."""
     taken = {id(parameter) for parameter in scalars.parameters}
-    found: dict[nn.Module, list[Slot]] = {}
+    found: dict[nn.Module, list[HeldParameter]] = {}
     for part in parts:
         held = []
         for owner in part.modules():
             for name, parameter in owner.named_parameters(recurse=False):
                 if id(parameter) not in taken:
                     taken.add(id(parameter))
-                    held.append(Slot(owner, name))
+                    held.append(HeldParameter(owner, name))
         if held:
             found[part] = held
     return found
 
 
 def _messages(
-    model: nn.Module, slots: Mapping[nn.Module, Sequence[Slot]], averaging: Averaging
+    model: nn.Module, slots: Mapping[nn.Module, Sequence[HeldParameter]], averaging: Averaging
 ) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
     """How each part sums the gradients of its trained parameters by ``averaging``."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -198,9 +198,9 @@ class Sharded:
         root: nn.Module,
         stage: int,
         scalars: Scalars,
-        usage: Usage | None,
+        usage: ParameterUsage | None,
         model: nn.Module,
-        slots: Mapping[nn.Module, Sequence[Slot]],
+        slots: Mapping[nn.Module, Sequence[HeldParameter]],
         averaging: Averaging | None,
     ) -> None:
         assert isinstance(root, FSDPModule)
@@ -210,7 +210,7 @@ class Sharded:
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._usage = usage
         self._model, self._slots, self._averaging = model, slots, averaging
-        self._visits: Visits | None = None
+        self._outside_calls: OutsideCalls | None = None
         self._in_step = self._is_gathered = False
         on_cpu = self.mesh.device_type == "cpu" and self.mesh.size() > 1
         if on_cpu and backend_by_device(self.mesh.get_group(0)).get("cpu") == "gloo":
@@ -226,10 +226,10 @@ class Sharded:
             assert isinstance(part, FSDPModule)
             part.set_custom_reduce_scatter(SumBy(message))  # type: ignore[arg-type]
 
-    def receive_visits(self, doors: Sequence[nn.Module]) -> None:
+    def allow_outside_calls(self, parts: Sequence[nn.Module]) -> None:
         """Let these modules be called while no step of the root is under way, too."""
-        self._visits = Visits(
-            self.root, doors, self._scalars, lambda: self._in_step or self._is_gathered
+        self._outside_calls = OutsideCalls(
+            self.root, parts, self._scalars, lambda: self._in_step or self._is_gathered
         )
 
     @torch.no_grad()
@@ -241,13 +241,13 @@ class Sharded:
         self._sum_by_averaging()
         make_fsdp_root(self.root)
         for unit in self._units:
-            unit.unshard()  # which looks anew at what is trained; there is no other door to that
+            unit.unshard()  # which looks anew at what is trained; there is no other part to that
             unit.reshard()
 
     def let_go(self) -> None:
         """Keep this rank's pieces alone: a forward without a backward leaves more gathered."""
-        if self._visits is not None:
-            self._visits.end()
+        if self._outside_calls is not None:
+            self._outside_calls.end()
         for unit in self._units:
             unit.reshard()
 
@@ -257,7 +257,7 @@ class Sharded:
         A microbatch that does not count (a placeholder) uses no parameter, whatever it touches.
         """
         if not self._in_step:
-            self._forget_visits()
+            self._forget_outside_calls()
             self._in_step = True
         root: FSDPModule = self.root
         root.set_is_last_backward(last)
@@ -299,13 +299,13 @@ class Sharded:
         for parameter in (*gathered, *self.root.parameters()):
             parameter.grad = None
 
-    def _forget_visits(self) -> None:
-        """What visits have used, and the gradients they left, are no part of this step."""
-        if self._visits is None:
+    def _forget_outside_calls(self) -> None:
+        """What outside calls have used, and the gradients they left, are no part of this step."""
+        if self._outside_calls is None:
             return
-        self._visits.end()
-        if self._visits.had_backward:
-            self._visits.had_backward = False
+        self._outside_calls.end()
+        if self._outside_calls.had_backward:
+            self._outside_calls.had_backward = False
             gathered = [] if self._usage is None else self._usage.forget()
             for parameter in (*gathered, *self.root.parameters()):
                 parameter.grad = None

@@ -1,8 +1,9 @@
 """Calls of a sharded model, or of a part of it, from outside its own step.
 
-A discriminator that judges what another engine's model has made, a teacher that is asked in its
-student's forward: FSDP gathers what the root holds (the final norm, say) only when the root itself
-is called, which for an engine is the loss. So it is gathered here for the length of such a visit.
+For example a discriminator that judges what another engine's model has made, or a teacher that is
+called in its student's forward. FSDP gathers what the root holds (the final norm, say) only when
+the root itself is called, which for an engine is the loss. So it is gathered here for the length
+of such a call.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from paceline.nested import tensors
+from paceline.parallel.dtensor import cuts
 from paceline.parallel.shard.scalars import Scalars
-from paceline.parallel.whole import cuts
 from paceline.torch_internals import after_backward, make_fsdp_root
 
 
-class Visits:
+class OutsideCalls:
     """Watches the modules of ``root`` that cannot run unless the root was called.
 
-    ``is_gathered`` tells whether somebody else sees to it: the root's own step, for one.
+    ``is_gathered`` says whether something else gathers it, such as the root's own step.
     """
 
     def __init__(
         self,
         root: nn.Module,
-        doors: Sequence[nn.Module],
+        parts: Sequence[nn.Module],
         scalars: Scalars,
         is_gathered: Callable[[], bool],
     ) -> None:
@@ -38,15 +39,15 @@ class Visits:
         self._depth = 0
         self._open = False
         self.had_backward = False
-        """Whether a visit has left gradients behind, which no step of this model asked for."""
+        """Whether such a call has left gradients that no step of this model asked for."""
         root.register_forward_pre_hook(self._enter_root, prepend=True)
         root.register_forward_hook(self._leave_root, always_call=True)
-        for door in doors:
-            door.register_forward_pre_hook(self._enter, prepend=True)
-            door.register_forward_hook(self._leave, always_call=True)
+        for part in parts:
+            part.register_forward_pre_hook(self._enter, prepend=True)
+            part.register_forward_hook(self._leave, always_call=True)
 
     def end(self) -> None:
-        """Let go of what a visit has gathered, and of the gradients it has left there."""
+        """Free what such a call has gathered, and the gradients it has left there."""
         if self._open:
             self._open = False
             for parameter in self._root.parameters():
@@ -65,12 +66,12 @@ class Visits:
         self._root_runs = False
 
     @property
-    def _is_visit(self) -> bool:
+    def _is_outside_call(self) -> bool:
         return not (self._root_runs or self._is_gathered())
 
     @torch.compiler.disable
-    def _enter(self, door: nn.Module, args: Any) -> None:
-        if not self._is_visit:
+    def _enter(self, part: nn.Module, args: Any) -> None:
+        if not self._is_outside_call:
             return
         self._depth += 1
         if not self._open:
@@ -81,8 +82,8 @@ class Visits:
             self._open = True
 
     @torch.compiler.disable
-    def _leave(self, door: nn.Module, args: Any, output: Any) -> None:
-        if not self._is_visit or not self._depth:
+    def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
+        if not self._is_outside_call or not self._depth:
             return
         self._depth -= 1
         if self._depth:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from paceline.parallel.whole import local
+from paceline.parallel.dtensor import local
 
 
 class _Scalar:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from paceline.nested import tensors
-from paceline.parallel.whole import local
+from paceline.parallel.dtensor import local
 from paceline.torch_internals import after_backward
 
 
-class Slot(NamedTuple):
+class HeldParameter(NamedTuple):
     """Where a parameter lives: the module that owns it, and its name there."""
 
     owner: nn.Module
@@ -33,10 +33,10 @@ class Slot(NamedTuple):
         return getattr(self.owner, self.name)
 
 
-class Usage:
+class ParameterUsage:
     """Watches which parameters of a sharded model get a gradient in a step."""
 
-    def __init__(self, root: nn.Module, units: Mapping[nn.Module, Sequence[Slot]]) -> None:
+    def __init__(self, root: nn.Module, units: Mapping[nn.Module, Sequence[HeldParameter]]) -> None:
         self.slots = [slot for held in units.values() for slot in held]
         self.counts = True
         self._used = [False] * len(self.slots)

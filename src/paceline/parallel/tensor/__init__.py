@@ -1,4 +1,10 @@
-"""Tensor parallelism: the layers of a model spread over ranks, on DTensor."""
+"""Tensor parallelism: the layers of a model spread over ranks, on DTensor.
+
+``planning.py`` decides which layers are split (the user's patterns, ``huggingface.py``, or
+``infer.py``, which follows a forward pass), ``checks.py`` holds ``tp`` against heads and features,
+``apply.py`` splits the parameters, and ``mixing.py`` is the context in which the model then runs,
+with ``attention.py``, ``dropout.py``, ``linear.py`` and ``vocabulary.py`` for the layers.
+"""
 
 from paceline.options import TensorParallel as TensorParallel
 from paceline.parallel.tensor.apply import apply_plan as apply_plan

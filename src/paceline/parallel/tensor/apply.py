@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from paceline.errors import LayoutError
+from paceline.parallel.tensor.checks import check_features
 from paceline.parallel.tensor.linear import scattered_linear, split_linear, split_parameter
-from paceline.parallel.tensor.plan import TensorPlan
+from paceline.parallel.tensor.plan import TensorPlan, chunks_of
 from paceline.parallel.tensor.shards import gathered, mark_logits
-from paceline.parallel.tensor.splittable import Kind, features, kind_of
+from paceline.parallel.tensor.splittable import Kind, kind_of
 from paceline.parallel.tensor.vocabulary import split_embedding
 
 
@@ -42,7 +43,7 @@ def apply_plan(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
         if kind is None:
             continue  # a stand-in for what another pipeline stage holds
         done.add(id(module))
-        check_divides(name, module, role, plan.tp)
+        check_features(name, module, role, plan.tp)
         for key, (dim, chunks) in parts(kind, role, module).items():
             parameter = module._parameters[key]
             assert parameter is not None
@@ -65,39 +66,6 @@ def parts(kind: Kind, role: str, module: nn.Module) -> dict[str, tuple[int, int]
     if module._parameters.get("bias") is not None:
         made["bias"] = (0, chunks)
     return made
-
-
-def chunks_of(role: str) -> int:
-    """How many layers a packed one stands for; 1 for every other role."""
-    return int(role.removeprefix("packed:")) if role.startswith("packed:") else 1
-
-
-def check_divides(name: str, module: nn.Module, role: str, tp: int) -> None:
-    """Refuse features that do not divide; a vocabulary may be uneven."""
-    kind = kind_of(module)
-    if kind == "embedding":
-        if role != "vocabulary":
-            raise LayoutError(
-                f"tensor-parallel plan: {name} is an embedding and cannot be {role!r}: its rows "
-                "can be split ('vocabulary'), or it stays whole ('replicate')."
-            )
-        return
-    if role in ("vocabulary", "gather"):
-        return
-    inputs, outputs = features(module)
-    size, word = (inputs, "input") if role == "row" else (outputs, "output")
-    unit = chunks_of(role) * tp
-    if size % unit:
-        packing = f" in {chunks_of(role)} chunks" if chunks_of(role) > 1 else ""
-        raise LayoutError(
-            f"tensor-parallel plan: {name} has {size} {word} features{packing}, which do not "
-            f"divide by tp={tp}. {_what_would(size // chunks_of(role))}, or 'replicate' it."
-        )
-
-
-def _what_would(size: int) -> str:
-    fits = [n for n in range(2, min(size, 64) + 1) if size % n == 0]
-    return f"tp={', '.join(map(str, fits))} would do" if fits else "No tp above 1 would do"
 
 
 def _set_forward(module: nn.Module, kind: Kind, role: str, sequence: bool) -> None:

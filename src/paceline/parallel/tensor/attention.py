@@ -1,22 +1,26 @@
-"""Attention and dropout on split activations: each rank computes its own heads."""
+"""Attention on split activations: each rank computes its own heads.
+
+It works for every model that calls ``F.scaled_dot_product_attention``, Hugging Face's among them;
+which of their projections are split is in ``huggingface.py``. Attention that is written out as
+products and a softmax runs by the rules of ``mixing.py``.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
+from paceline.parallel.tensor.dropout import own_randomness
 from paceline.parallel.tensor.shards import (
     as_split,
     as_whole,
     gathered,
-    is_packed,
     placement,
     split_of,
     wrap,
@@ -74,28 +78,3 @@ def _local_mask(mask: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         return as_split(mask, mesh, dim).to_local()
     # The same mask for every head: each rank's gradient of it is a term of a sum.
     return as_whole(mask, mesh).to_local(grad_placements=[Partial()])
-
-
-def split_dropout(mesh: DeviceMesh, function: Any, x: DTensor, *args: Any, **others: Any) -> Tensor:
-    """A dropout function on a tensor that is a DTensor."""
-    others.pop("inplace", None)
-    where = x.placements[-1]
-    if where.is_partial():
-        x, where = x.redistribute(mesh, [Replicate()]), Replicate()
-    split = where.is_shard() or is_packed(x)
-    with own_randomness(mesh) if split else contextlib.nullcontext():
-        y = function(x.to_local(), *args, **others)
-    return wrap(y, mesh, where, x.shape)
-
-
-@contextlib.contextmanager
-def own_randomness(mesh: DeviceMesh) -> Iterator[None]:
-    """Random numbers of this rank's own, drawn from a seed that all ranks draw alike.
-
-    The ``tp`` ranks draw alike everywhere else; on their own heads or features they must not.
-    """
-    seed = int(torch.randint(2**62, ()))
-    devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed + 1 + mesh.get_local_rank())
-        yield

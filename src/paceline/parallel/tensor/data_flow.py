@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from paceline.errors import LayoutError
 from paceline.nested import tensors
 from paceline.parallel.tensor.split_rules import (
     NeedsWhole,
@@ -332,3 +333,37 @@ def without_data(model: nn.Module) -> Iterator[None]:
         log.setLevel(level)
         for held, key, value in exchanged:
             held[key] = value
+
+
+def trace(
+    model: nn.Module, sample: Callable[[nn.Module], Any], packing: dict[str, int], fixed: set[str]
+) -> Findings:
+    """One run of the model, without values where it can do without."""
+    flow = Flow(model, packing, fixed)
+    try:
+        with _as_it_was(model), without_data(model):
+            return flow.run(sample)
+    except Exception as error:
+        # A model that looks at values cannot run without them.
+        if any(p.is_meta for p in model.parameters()):
+            raise LayoutError(
+                f"no tensor-parallel plan was found: {type(model).__name__} on the meta device "
+                f"does not run without values ({type(error).__name__}: {error}). Give the plan as "
+                "a mapping of name patterns."
+            ) from error
+        with _as_it_was(model):
+            return Flow(model, packing, fixed).run(sample)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Leave random state and buffers as they were."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

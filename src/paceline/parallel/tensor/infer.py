@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from paceline.errors import LayoutError
-from paceline.parallel.tensor.apply import chunks_of
-from paceline.parallel.tensor.data_flow import Findings, Flow, without_data
+from paceline.parallel.tensor.checks import check_heads_divide
+from paceline.parallel.tensor.data_flow import Findings, trace
 from paceline.parallel.tensor.splittable import features, kind_of, why_not_split
 
 _ROWS_A_RANK = 16  # an embedding with fewer rows a rank is not worth a collective
@@ -37,7 +34,7 @@ def infer(
             break
         fixed.update(bad)
     roles, reasons = _roles(model, tp, found, packing, fixed, vocabulary)
-    check_units(model, tp, found, roles)
+    check_heads_divide(model, tp, found, roles)
     return roles, reasons
 
 
@@ -45,40 +42,6 @@ def _not_taken(in_loss: bool) -> str:
     if in_loss:
         return "it ends in the loss, and vocabulary=False keeps that whole"
     return "no later layer takes its output split"
-
-
-def trace(
-    model: nn.Module, sample: Callable[[nn.Module], Any], packing: dict[str, int], fixed: set[str]
-) -> Findings:
-    """One run of the model, without values where it can do without."""
-    flow = Flow(model, packing, fixed)
-    try:
-        with _as_it_was(model), without_data(model):
-            return flow.run(sample)
-    except Exception as error:
-        # A model that looks at values cannot run without them.
-        if any(p.is_meta for p in model.parameters()):
-            raise LayoutError(
-                f"no tensor-parallel plan was found: {type(model).__name__} on the meta device "
-                f"does not run without values ({type(error).__name__}: {error}). Give the plan as "
-                "a mapping of name patterns."
-            ) from error
-        with _as_it_was(model):
-            return Flow(model, packing, fixed).run(sample)
-
-
-@contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Leave random state and buffers as they were."""
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
 
 
 def _roles(
@@ -176,31 +139,3 @@ def _settle_ties(
 
 
 _BY_ROWS = ("vocabulary", "gather", "replicate")
-
-
-def check_units(model: nn.Module, tp: int, found: Findings, roles: dict[str, str]) -> None:
-    """Refuse columns whose features or heads do not divide, with the numbers."""
-    problems = []
-    for name, units in found.columns.items():
-        role = roles.get(name, "")
-        if role != "column" and not role.startswith("packed:"):
-            continue
-        odd = min((unit for unit in units if unit % tp), default=None)
-        if odd is None:
-            continue
-        chunks = chunks_of(role)
-        _, outputs = features(model.get_submodule(name))
-        text = f"{outputs} output features" + (f" in {chunks} chunks" if chunks > 1 else "")
-        if odd != outputs // chunks:
-            text += f" that form {odd} heads"
-        fits = [n for n in range(2, min(units) + 1) if all(u % n == 0 for u in units)]
-        would = f"tp={', '.join(map(str, fits))} would do" if fits else "no tp above 1 would do"
-        problems.append(f"{name}: {text}, not a multiple of tp={tp}; {would}")
-    if problems:
-        more = f"\n  and {len(problems) - 4} more" if len(problems) > 4 else ""
-        raise LayoutError(
-            f"tp={tp} does not divide this model's heads or features:\n  "
-            + "\n  ".join(problems[:4])
-            + more
-            + "\nChoose another tp, or give a plan that leaves these layers whole."
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +104,52 @@ def _shared_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return whole
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """What both layers share: an ``nn.Linear`` of which each rank holds a part."""
+
+    _split_dim: ClassVar[int]
+    """The dimension of the weight, (out, in), that is spread over the ranks."""
+
+    def __init__(self, whole: nn.Linear, mesh: DeviceMesh) -> None:
+        super().__init__()
+        if mesh.ndim != 1:
+            raise LayoutError(
+                f"a mesh with the dimensions {mesh.mesh_dim_names or mesh.ndim} was given; a "
+                "tensor-parallel layer is spread over one. Pass a slice of it, mesh['tp']."
+            )
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        self._take(whole, mesh)
+
+    def _take(self, whole: nn.Linear, mesh: DeviceMesh) -> None:
+        self.weight = split_parameter(whole.weight, mesh, self._split_dim)
+        self.bias = None if whole.bias is None else self._bias_of(whole.bias, mesh)
+
+    def _bias_of(self, bias: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+        """What each rank holds of the bias: it goes with the output features."""
+        return split_parameter(bias, mesh, 0) if self._split_dim == 0 else bias
+
+    @classmethod
+    def _from(cls, linear: nn.Linear, mesh: DeviceMesh, **options: bool) -> Self:
+        make: Any = cls  # the constructors of both layers differ in one option
+        made: Self = make(
+            *(linear.in_features, linear.out_features, mesh),
+            bias=linear.bias is not None,
+            device="meta",
+            **options,
+        )
+        made._take(linear, mesh)
+        return made
+
+    def _weight(self) -> DTensor:
+        if not isinstance(self.weight, DTensor):
+            raise LayoutError(
+                f"a tensor-parallel weight of shape {tuple(self.weight.shape)} is a plain tensor: "
+                "something replaced it. Load values into it instead, with parameter.copy_()."
+            )
+        return self.weight
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose output features are spread over the ranks of ``mesh``.
 
     ``forward(x)`` takes ``x`` whole. With ``gather_output`` the result is whole and plain;
@@ -112,6 +157,8 @@ class ColumnParallelLinear(nn.Module):
     ``from_linear`` splits a layer that every rank holds alike; made new, every rank must have
     seeded torch alike, since the weights drawn are those of ``nn.Linear``.
     """
+
+    _split_dim = 0
 
     def __init__(
         self,
@@ -124,42 +171,33 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        _check_mesh(mesh)
-        whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(
+            nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), mesh
+        )
         self.gather_output = gather_output
-        self.weight = split_parameter(whole.weight, mesh, 0)
-        self.bias = None if whole.bias is None else split_parameter(whole.bias, mesh, 0)
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_output: bool = False
     ) -> ColumnParallelLinear:
         """``linear`` split over ``mesh``."""
-        made = cls(
-            *(linear.in_features, linear.out_features, mesh),
-            bias=linear.bias is not None,
-            gather_output=gather_output,
-            device="meta",
-        )
-        made.weight = split_parameter(linear.weight, mesh, 0)
-        made.bias = None if linear.bias is None else split_parameter(linear.bias, mesh, 0)
-        return made
+        return cls._from(linear, mesh, gather_output=gather_output)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
-        y = split_linear(x, _dtensor(self.weight), self.bias)
+        y = split_linear(x, self._weight(), self.bias)
         return gathered(y) if self.gather_output else y
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer whose input features are spread over the ranks of ``mesh``.
 
     ``forward(x)`` gives the whole result, plain, on every rank; the bias is added once, after the
     sum. ``x`` may be whole or split along its last dimension (a DTensor). With
     ``input_is_parallel`` a plain ``x`` is taken as this rank's part of the input.
     """
+
+    _split_dim = 1
 
     def __init__(
         self,
@@ -172,32 +210,21 @@ class RowParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        _check_mesh(mesh)
-        whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(
+            nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), mesh
+        )
         self.input_is_parallel = input_is_parallel
-        self.weight = split_parameter(whole.weight, mesh, 1)
-        self.bias = whole.bias
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, input_is_parallel: bool = False
     ) -> RowParallelLinear:
         """``linear`` split over ``mesh``; the bias, which stays whole, is shared with it."""
-        made = cls(
-            *(linear.in_features, linear.out_features, mesh),
-            bias=linear.bias is not None,
-            input_is_parallel=input_is_parallel,
-            device="meta",
-        )
-        made.weight = split_parameter(linear.weight, mesh, 1)
-        made.bias = linear.bias
-        return made
+        return cls._from(linear, mesh, input_is_parallel=input_is_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
-        weight = _dtensor(self.weight)
+        weight = self._weight()
         if self.input_is_parallel and not isinstance(x, DTensor):
             shape = torch.Size((*x.shape[:-1], self.in_features))
             x = wrap(x, weight.device_mesh, Shard(x.ndim - 1), shape)
@@ -209,20 +236,3 @@ def split_parameter(parameter: Tensor, mesh: DeviceMesh, dim: int, chunks: int =
     local = cut(parameter.detach(), mesh, dim, chunks)
     split = wrap(local, mesh, placement(dim, chunks), parameter.shape)
     return nn.Parameter(split, requires_grad=parameter.requires_grad)
-
-
-def _dtensor(parameter: Tensor) -> DTensor:
-    if not isinstance(parameter, DTensor):
-        raise LayoutError(
-            f"a tensor-parallel weight of shape {tuple(parameter.shape)} is a plain tensor: "
-            "something replaced it. Load values into it instead, with parameter.copy_()."
-        )
-    return parameter
-
-
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1:
-        raise LayoutError(
-            f"a mesh with the dimensions {mesh.mesh_dim_names or mesh.ndim} was given; a "
-            "tensor-parallel layer is spread over one. Pass a slice of it, mesh['tp']."
-        )

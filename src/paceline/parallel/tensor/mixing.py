@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 import paceline.parallel.tensor.packed as packed
 from paceline.errors import LayoutError
 from paceline.nested import map_tensors, tensors
-from paceline.parallel.tensor.attention import split_attention, split_dropout
+from paceline.parallel.tensor.attention import split_attention
+from paceline.parallel.tensor.dropout import split_dropout
 from paceline.parallel.tensor.linear import split_linear
 from paceline.parallel.tensor.shards import (
     are_logits,

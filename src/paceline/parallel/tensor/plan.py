@@ -115,3 +115,8 @@ def _near(pattern: str, names: list[str]) -> str:
         return "The model has no linear layers or embeddings."
     found = close or shapes[:8]
     return "Near names: " + ", ".join(found) + "."
+
+
+def chunks_of(role: str) -> int:
+    """How many layers a packed one stands for; 1 for every other role."""
+    return int(role.removeprefix("packed:")) if role.startswith("packed:") else 1

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-# Private, and all that torch has for this; tests/parallel/test_tensor_shards.py tells (torch 2.13)
-# when its meaning changes.
+# Private, and all that torch has for this; tests/parallel/test_tensor_layers.py says (torch 2.11
+# to 2.13) when its meaning changes.
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from paceline.nested import map_tensors

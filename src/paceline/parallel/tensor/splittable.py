@@ -56,6 +56,11 @@ def features(module: nn.Module) -> tuple[int, int]:
     return (rows, columns) if kind_of(module) == "in_first" else (columns, rows)
 
 
+def splittable_modules(model: nn.Module) -> list[str]:
+    """The names of the modules of ``model`` that can be split."""
+    return [name for name, module in model.named_modules() if kind_of(module) is not None]
+
+
 @torch.no_grad()
 def _try_out(module: nn.Module) -> Kind | None:
     """Compare what a copy with random weights computes with a product, either way round."""

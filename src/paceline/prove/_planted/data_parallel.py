@@ -17,7 +17,7 @@ from paceline.engine.batch import batch_size
 from paceline.engine.context import StepContext
 from paceline.engine.microbatches import Microbatches
 from paceline.parallel import spread as spread_module
-from paceline.parallel.whole import cuts, local
+from paceline.parallel.dtensor import cuts, local
 from paceline.prove.rehearsal import tied
 from paceline.prove.samples import swapped, take
 from paceline.sync import replica as replica_module

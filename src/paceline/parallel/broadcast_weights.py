@@ -1,4 +1,4 @@
-"""Give all ranks of a group the first one's values: in bounded pieces, and where they differ.
+"""Give all ranks of a group the weights of the first: in bounded pieces, and only what differs.
 
 Every rank hashes what it has; where the hashes agree, as they do when all ranks have built the
 model from one seed, nothing is sent.

@@ -24,7 +24,7 @@ def fill(world: World, checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
         load(checkpoint, parts, world.background_group("checkpoint"))
 
 
-def together(action: Callable[[], T]) -> T:
+def on_all_ranks(action: Callable[[], T]) -> T:
     """Do it on every rank; where one fails, all do."""
     failure, result = None, None
     try:
@@ -39,7 +39,7 @@ def together(action: Callable[[], T]) -> T:
     return result
 
 
-class DoesNotFit(Exception):
+class CheckpointDoesNotFit(Exception):
     """A checkpoint that is no good here for another reason than damage: no older one would do."""
 
     def __init__(self, reason: CheckpointError) -> None:
@@ -52,7 +52,7 @@ def first_problem(problem: str | None) -> str | None:
     return next((told for told in collectives.all_gather_object(problem) if told), None)
 
 
-class Opened:
+class OpenedCheckpoint:
     """The manifest and the objects of a checkpoint, read and checked."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> None:

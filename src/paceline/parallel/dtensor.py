@@ -1,4 +1,4 @@
-"""From a rank's part of a tensor to the whole of it, and back.
+"""This rank's part of a DTensor, the whole of it, and the way back; plain tensors are whole.
 
 A parameter that is spread is a DTensor. Tensor parallelism cuts it first (axis ``tp``, any
 dimension), sharding then cuts what each rank has left (axis ``shards``, dimension 0).

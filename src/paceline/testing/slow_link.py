@@ -1,6 +1,6 @@
 """A wire that holds packets back or loses them: a program that copies between two TAP devices.
 
-    python -I -S wire.py NEAR FAR DELAY_SECONDS LOSS
+    python -I -S slow_link.py NEAR FAR DELAY_SECONDS LOSS
 
 Started by :mod:`paceline.testing.hosts` in the namespace of the switch. Prints ``ready`` once the
 devices are there; ends when its standard input does, and the devices with it.

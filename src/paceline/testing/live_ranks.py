@@ -19,11 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
-from paceline.testing.server import FORK, KILL, REAP, REPLY, REQUEST
+from paceline.testing.protocol import FORK, KILL, REAP, REPLY, REQUEST, STACK_SIGNAL
 
-# A real-time signal where there are some: jobs and launchers use the ordinary ones themselves.
-STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
-"""Makes a rank write the Python stack of its threads to its file."""
 LEAK_TAG = "PACELINE_LEAK_TAG"
 """Set while a test under leak checks runs: what it starts is known by it, even orphaned."""
 

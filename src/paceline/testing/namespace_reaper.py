@@ -1,6 +1,6 @@
 """Ends what runs in network namespaces once the program that made them is gone.
 
-    python -I -S keeper.py INODE...
+    python -I -S namespace_reaper.py INODE...
 
 Started by :mod:`paceline.testing.hosts`, which holds the other end of its standard input: that
 ends with the program, however it ends.
