@@ -20,8 +20,8 @@ from typing import Any
 
 from hanging.expected import EXPECTED, Expected
 
+from paceline.diagnose.hangs.diagnosis import HangDiagnosis
 from paceline.diagnose.hangs.oversee import HangOverseer
-from paceline.diagnose.hangs.verdict import Finding
 from paceline.errors import RankFailed
 from paceline.launch.hang_watcher import DetectedHang
 from paceline.launch.job import LocalJob
@@ -38,11 +38,11 @@ class FirstFinding(HangOverseer):
     def __init__(self, *, ends: bool = True) -> None:
         super().__init__(action="stop", say=None)
         self.ends = ends
-        self.found: list[tuple[float, Finding]] = []
+        self.found: list[tuple[float, HangDiagnosis]] = []
 
     def tell(self, news: Any) -> None:
         """Keep it."""
-        if isinstance(news, Finding):
+        if isinstance(news, HangDiagnosis):
             self.found.append((time.time(), news))
 
     def look(self) -> DetectedHang | None:

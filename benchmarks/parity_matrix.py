@@ -128,9 +128,9 @@ def key(row: Row, column: str) -> str:
 
 def _cell(row: Any) -> dict[str, Any]:
     return {
-        "verdict": row.verdict,
+        "verdict": row.outcome,
         "difference": row.difference,
-        "rule": row.cause if row.verdict == "refused" else None,
+        "rule": row.cause if row.outcome == "refused" else None,
         "words": row.words,
         "seconds": round(row.seconds, 1),
     }

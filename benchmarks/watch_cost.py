@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.diagnose.hangs import flight
+from paceline.diagnose.hangs import flight_recorder
 from paceline.launch import local
 from paceline.launch.environment import FLIGHT_RECORDER, read_environment
 from paceline.models import GPT, token_cross_entropy
@@ -39,9 +39,9 @@ def train_in_turns(turns: int, steps: int, after: float) -> dict[str, float]:
     place = read_environment()
     assert place is not None
     step = _step_of_small_gpt(world)
-    before = sum(place.begun for place in flight.places())
+    before = sum(place.begun for place in flight_recorder.group_progress())
     _turn(step, steps)
-    collectives = (sum(place.begun for place in flight.places()) - before) / steps
+    collectives = (sum(place.begun for place in flight_recorder.group_progress()) - before) / steps
     ratios, plain, busy, watched_for = [], [], 0.0, 0.0
     for number in range(turns):
         seconds = {}

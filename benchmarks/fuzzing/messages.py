@@ -18,9 +18,16 @@ from torch.distributed import HashStore
 
 from fuzzing.mutations import Mutator
 from paceline.diagnose.hangs.coordinator import Coordinator
+from paceline.diagnose.hangs.diagnosis import diagnose_hang
+from paceline.diagnose.hangs.heartbeat import (
+    Call,
+    Frame,
+    GroupProgress,
+    Heartbeat,
+    PointToPoint,
+    RankReport,
+)
 from paceline.diagnose.hangs.mismatch import digest
-from paceline.diagnose.hangs.report import Beat, Call, Frame, Message, Place, Report
-from paceline.diagnose.hangs.verdict import judge
 from paceline.doctor.multi_node import LinkReport, MachineCard
 from paceline.errors import PacelineError
 from paceline.events import Event, EventLog, Note, StepDone
@@ -138,11 +145,11 @@ class _Board:
     def __init__(self, texts: dict[str, bytes]) -> None:
         self._texts = texts
 
-    def beats(self, ranks: Any) -> dict[int, Beat]:
-        return self._taken(Beat, "beat", ranks)
+    def beats(self, ranks: Any) -> dict[int, Heartbeat]:
+        return self._taken(Heartbeat, "beat", ranks)
 
-    def reports(self, question: int, ranks: Any) -> dict[int, Report]:
-        return self._taken(Report, "report", ranks)
+    def reports(self, question: int, ranks: Any) -> dict[int, RankReport]:
+        return self._taken(RankReport, "report", ranks)
 
     def digests(self, ranks: Any) -> dict[int, str]:
         return {rank: self._texts["digest"].decode(errors="replace") for rank in ranks}
@@ -171,7 +178,7 @@ def _hang(text: bytes, box: Path) -> None:
         for _ in range(3):
             coordinator.tick()
         reports = board.reports(1, range(_RANKS))
-        if reports and (finding := judge(reports, 1.0)) is not None:
+        if reports and (finding := diagnose_hang(reports, 1.0)) is not None:
             moving_again(finding.seconds)
             Progress().handle(Note(message=finding.detail))
 
@@ -206,19 +213,21 @@ def _sound_outcome() -> Any:
 
 def _sound_report() -> Any:
     call = Call("gloo", "0", (0, 1, 2), 7, "all_reduce", ((4,),), ("float32",), False)
-    place = Place("gloo", "0", (0, 1, 2), 7, 6)
+    place = GroupProgress("gloo", "0", (0, 1, 2), 7, 6)
     frame = Frame("train.py", 12, "work", "loss.backward()")
     return asdict(
-        Report(
-            1, host="alpha", pid=2, step=4, seconds=60.0, paced=True, places=(place,),
-            calls=(call,), message=Message("send", 2), stack=(frame,),
+        RankReport(
+            1, host="alpha", pid=2, step=4, seconds=60.0, paced=True, groups=(place,),
+            calls=(call,), message=PointToPoint("send", 2), stack=(frame,),
         )
     )  # fmt: skip
 
 
 def _sound_beat() -> Any:
-    place = Place("gloo", "0", (0, 1, 2), 7, 6)
-    return asdict(Beat(1, (0, 1), 9, "alpha", 2, 0.001, 60.0, 3, 4, paced=True, places=(place,)))
+    place = GroupProgress("gloo", "0", (0, 1, 2), 7, 6)
+    return asdict(
+        Heartbeat(1, (0, 1), 9, "alpha", 2, 0.001, 60.0, 3, 4, paced=True, groups=(place,))
+    )
 
 
 def _sound_digest() -> Any:

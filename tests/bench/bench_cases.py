@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.bench.result import CommResult, Inside, LeftOut, Pair, Setting, make_cell
+from paceline.bench.comm_result import CommResult, Inside, LeftOut, Pair, Setting, make_cell
 
 MB = 1e6
 

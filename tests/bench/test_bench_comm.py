@@ -19,12 +19,12 @@ from bench_cases import made_up
 from rich.console import Console
 
 from paceline.bench import comm
-from paceline.bench.catalogue import COLLECTIVES
+from paceline.bench.collectives import COLLECTIVES
+from paceline.bench.comm_report import bar, left_out, show
+from paceline.bench.comm_request import CommRequest
+from paceline.bench.comm_result import CommResult
 from paceline.bench.launching import read_place
 from paceline.bench.plot import write_plot
-from paceline.bench.report import bar, left_out, show
-from paceline.bench.request import Request
-from paceline.bench.result import CommResult
 from paceline.errors import ConfigError
 from paceline.testing.hosts import Hosts, hosts_available
 from paceline.testing.processes import pids, was_started_with
@@ -48,10 +48,10 @@ def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_every_collective_is_measured(ranks, world_size):
     def job(text):
         said = []
-        result = comm.run(World.current(), Request.from_json(text), said.append)
+        result = comm.run(World.current(), CommRequest.from_json(text), said.append)
         return result.to_dict(), said
 
-    request = Request(tuple(COLLECTIVES), (1000, 20000), seconds=0.01)
+    request = CommRequest(tuple(COLLECTIVES), (1000, 20000), seconds=0.01)
     results = ranks(job, request.to_json())
     assert all(result == results[0] for result in results), "every rank has the whole of it"
     result = CommResult.from_dict(results[0][0])
@@ -78,10 +78,10 @@ def test_every_collective_is_measured(ranks, world_size):
 @pytest.mark.world(2)
 def test_what_takes_too_long_is_left_out_and_said(ranks):
     def job(text):
-        return comm.run(World.current(), Request.from_json(text), print).to_dict()
+        return comm.run(World.current(), CommRequest.from_json(text), print).to_dict()
 
     # A call may take ten times as long as this: some microseconds, which none can keep to.
-    request = Request(("all_reduce",), (1024, 2048, 65536), seconds=1e-7, pairs=False)
+    request = CommRequest(("all_reduce",), (1024, 2048, 65536), seconds=1e-7, pairs=False)
     result = CommResult.from_dict(ranks(job, request.to_json())[0])
     assert [cell.size for cell in result.cells] == [1024]
     assert [one.size for one in result.left_out] == [2048, 65536]
@@ -96,9 +96,11 @@ def test_what_takes_too_long_is_left_out_and_said(ranks):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_other_dtypes(ranks, dtype):
     def job(text):
-        return comm.run(World.current(), Request.from_json(text), print).to_dict()
+        return comm.run(World.current(), CommRequest.from_json(text), print).to_dict()
 
-    request = Request(("all_reduce", "all_gather"), (4096,), dtype=dtype, seconds=0.01, pairs=False)
+    request = CommRequest(
+        ("all_reduce", "all_gather"), (4096,), dtype=dtype, seconds=0.01, pairs=False
+    )
     result = CommResult.from_dict(ranks(job, request.to_json())[0])
     assert [cell.size for cell in result.cells] == [4096, 4096]
 

@@ -10,14 +10,13 @@ from bench_cases import made_up
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.catalogue import COLLECTIVES, bus_bandwidth
-from paceline.bench.fit import fit, predict
+from paceline.bench.collectives import COLLECTIVES, bus_bandwidth
+from paceline.bench.comm_request import CommRequest, groups_of, parse_size, read_request
+from paceline.bench.comm_result import CommResult, Pair, make_cell, slow_links, spread
+from paceline.bench.latency_fit import fit, predict
 from paceline.bench.pairs import summarised
-from paceline.bench.request import Request, groups_of, parse_size, read_request
-from paceline.bench.result import CommResult, Pair, make_cell, slow_links, spread
 from paceline.bench.timing import make_plan
 from paceline.errors import ConfigError
-from paceline.formatting import binary_size, byte_rate, short_time
 from paceline.network.round_robin import round_robin
 from paceline.options import Reduction
 
@@ -112,22 +111,6 @@ def test_sizes_refused(text: str) -> None:
         parse_size(text)
 
 
-def test_quantities_shown() -> None:
-    assert [binary_size(s) for s in (12, 1020, 1048572, 3 * 2**29)] == [
-        "12 B",
-        "1020 B",
-        "1 MiB",
-        "1.5 GiB",
-    ]
-    assert [short_time(t) for t in (2e-7, 1.2e-4, 0.0123, 4)] == [
-        "0.2 µs",
-        "120 µs",
-        "12.3 ms",
-        "4 s",
-    ]
-    assert [byte_rate(r) for r in (5e3, 1.25e7, 1.2e11)] == ["5 kB/s", "12.5 MB/s", "120 GB/s"]
-
-
 def test_the_slowest_rank_of_every_sample_counts() -> None:
     cell = make_cell("all", "all_gather", 800, 1, {"all": [[1.0, 2.0, 3.0], [3.0, 1.0, 4.0]]})
     assert (cell.median, cell.ranks, cell.samples) == (3.0, 2, 3)
@@ -208,7 +191,7 @@ def test_request_goes_to_the_ranks_and_back() -> None:
     request = read_request(**{**GOOD, "sizes": "1M, 1K,1M", "groups": "across,all"})
     assert request.sizes == (1024, 1048576)
     assert request.groups == ("all", "across")
-    assert Request.from_json(request.to_json()) == request
+    assert CommRequest.from_json(request.to_json()) == request
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.bench.trial import Trial, WireResult, WireSetting
 from paceline.bench.wire_report import lines_for, show
 from paceline.bench.wire_request import (
     DEFAULT_FORMATS,
+    WireChoice,
     WireRequest,
-    Wish,
     read_wire_request,
 )
+from paceline.bench.wire_result import Trial, WireResult, WireSetting
 from paceline.config import Config, load, resolve
 from paceline.errors import ConfigError
 from paceline.testing.hosts import Hosts, hosts_available
@@ -277,31 +277,31 @@ def test_a_format_takes_the_place_of_what_the_config_has() -> None:
     config = tiny(
         compress={"format": "int8", "warmup_steps": 100, "rules": {"*.bias": "none"}},
     )
-    plain, topk = Wish.parse("none").apply(config), Wish.parse("topk:0.1").apply(config)
+    plain, topk = WireChoice.parse("none").apply(config), WireChoice.parse("topk:0.1").apply(config)
     assert plain.compress.options().formats is None
     assert (topk.compress.format, topk.compress.warmup_steps) == ("topk:0.1", 0), "from the start"
     assert topk.compress.rules == {"*.bias": "none"}
-    local = Wish.parse("local:5:average").apply(config)
+    local = WireChoice.parse("local:5:average").apply(config)
     assert local.compress.options().formats is None
     assert (local.local_steps.every, local.local_steps.method) == (5, "average")
     # A config of rounds: other formats are tried without them.
     rounds = tiny(local_steps={"every": 50, "overlap": 20, "fragments": 10})
-    assert Wish.parse("fp16").apply(rounds).local_steps.every is None
-    short = Wish.parse("local:5").apply(rounds).local_steps
+    assert WireChoice.parse("fp16").apply(rounds).local_steps.every is None
+    short = WireChoice.parse("local:5").apply(rounds).local_steps
     assert (short.overlap, short.fragments) == (4, 5)
     short.options()
 
 
 def test_lines_for_the_config() -> None:
     config = tiny(compress={"format": "int8", "warmup_steps": 100})
-    lines = lines_for(Wish.parse("topk:0.1"), config)
+    lines = lines_for(WireChoice.parse("topk:0.1"), config)
     assert lines == ["compress:", "  format: topk:0.1", "  warmup_steps: 100"]
-    lines = lines_for(Wish.parse("local:5:average"), config)
+    lines = lines_for(WireChoice.parse("local:5:average"), config)
     assert lines == [
         *("local_steps:", "  every: 5", "  method: average", "compress:", "  format: none"),
     ]
     rounds = tiny(local_steps={"every": 50})
-    both = lines_for(Wish.parse("sign"), rounds)
+    both = lines_for(WireChoice.parse("sign"), rounds)
     assert both == ["compress:", "  format: sign", "local_steps:", "  every: null"]
     merged = {**rounds.model_dump(), "compress": {"format": "sign"}, "local_steps": {"every": None}}
     assert load(merged).compress.format == "sign"

@@ -63,7 +63,7 @@ def test_spread_and_refused_layouts(
     )
     report = json.loads(capfd.readouterr().out)
     assert status == 1
-    rows = [(row["layout"], row["verdict"], row["cause"]) for row in report["rows"]]
+    rows = [(row["layout"], row["outcome"], row["cause"]) for row in report["rows"]]
     assert rows[0] == ("dp=1,cp=2", "refused", "axis-not-available")
     assert rows[1][:2] == ("dp=1,tp=4", "refused")
     assert "2 heads" in report["rows"][1]["words"]

@@ -8,10 +8,16 @@ from collections.abc import Iterable
 import pytest
 
 from paceline.diagnose.hangs import coordinator as module
-from paceline.diagnose.hangs.coordinator import Coordinator, Over, Standing, is_due, is_suspicious
+from paceline.diagnose.hangs.coordinator import (
+    Coordinator,
+    HangEnded,
+    Standing,
+    is_due,
+    is_suspicious,
+)
+from paceline.diagnose.hangs.diagnosis import HangDiagnosis
+from paceline.diagnose.hangs.heartbeat import SILENT, Call, GroupProgress, Heartbeat, RankReport
 from paceline.diagnose.hangs.mismatch import digest
-from paceline.diagnose.hangs.report import SILENT, Beat, Call, Place, Report
-from paceline.diagnose.hangs.verdict import Finding
 
 AFTER = 10.0
 
@@ -20,12 +26,12 @@ class PlainBoard:
     """A board in this process's memory."""
 
     def __init__(self) -> None:
-        self.signs: dict[int, Beat] = {}
-        self.answers: dict[int, Report] = {}
+        self.signs: dict[int, Heartbeat] = {}
+        self.answers: dict[int, RankReport] = {}
         self.called: dict[int, str] = {}
         self.questions = 0
 
-    def beats(self, ranks: Iterable[int]) -> dict[int, Beat]:
+    def beats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         return dict(self.signs)
 
     def digests(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -38,7 +44,7 @@ class PlainBoard:
     def answered(self, question: int, ranks: Iterable[int]) -> set[int]:
         return set(self.answers)
 
-    def reports(self, question: int, ranks: Iterable[int]) -> dict[int, Report]:
+    def reports(self, question: int, ranks: Iterable[int]) -> dict[int, RankReport]:
         return dict(self.answers)
 
 
@@ -49,15 +55,15 @@ class Scene:
         self.now = 1000.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.board = PlainBoard()
-        self.told: list[Finding | Over] = []
+        self.told: list[HangDiagnosis | HangEnded] = []
         self.coordinator = Coordinator(self.board, 2, tell=self.told.append)  # type: ignore[arg-type]
-        self.place = Place("gloo", "0", (0, 1), 4, 4)
+        self.place = GroupProgress("gloo", "0", (0, 1), 4, 4)
         self.moves = 0
 
     def beat(self, rank: int, *, still: float, waits: bool = False, **changes: object) -> None:
         earlier = self.board.signs.get(rank)
         place = dataclasses.replace(self.place, begun=5) if waits else self.place
-        beat = Beat(
+        beat = Heartbeat(
             rank=rank,
             world=(0, 1),
             number=0 if earlier is None else earlier.number + 1,
@@ -67,11 +73,11 @@ class Scene:
             still=still,
             moves=self.moves,
             step=3,
-            places=(place,),
+            groups=(place,),
         )
         self.board.signs[rank] = dataclasses.replace(beat, **changes)
-        self.board.answers[rank] = Report(
-            rank=rank, seconds=still, step=3, places=(place,), host="here"
+        self.board.answers[rank] = RankReport(
+            rank=rank, seconds=still, step=3, groups=(place,), host="here"
         )
 
     def stand(self, seconds: float) -> None:
@@ -96,7 +102,7 @@ def test_a_hang_is_told_once(scene: Scene) -> None:
     scene.stand(AFTER)
     scene.stand(AFTER + 1)
     (finding,) = scene.told
-    assert isinstance(finding, Finding)
+    assert isinstance(finding, HangDiagnosis)
     assert finding.ranks == (1,)
     assert scene.board.questions == 1
 
@@ -145,7 +151,7 @@ def test_a_silent_rank_is_spoken_for_or_given_up(scene: Scene) -> None:
     scene.beat(0, still=AFTER + 4, waits=True)
     scene.coordinator.tick()
     (finding,) = scene.told
-    assert isinstance(finding, Finding)
+    assert isinstance(finding, HangDiagnosis)
     assert (finding.what, finding.ranks) == ("unreachable", (1,))
 
 
@@ -160,7 +166,7 @@ def test_the_end_of_a_hang_is_told_when_it_lasts(scene: Scene) -> None:
     scene.beat(1, still=0.1)
     scene.coordinator.tick()
     over = scene.told[-1]
-    assert isinstance(over, Over)
+    assert isinstance(over, HangEnded)
     assert (over.step, over.seconds) == (3, AFTER)
 
 
@@ -194,7 +200,7 @@ def test_a_mismatch_is_told_although_nothing_hangs(scene: Scene) -> None:
     scene.coordinator.tick()
     scene.coordinator.tick()
     (finding,) = scene.told
-    assert isinstance(finding, Finding)
+    assert isinstance(finding, HangDiagnosis)
     assert (finding.what, finding.seconds, finding.step) == ("mismatch", 0.0, 3)
 
 
@@ -219,7 +225,7 @@ def test_a_mismatch_promises_nothing_that_a_hang_could_belie(
     scene.beat(1, still=0.0)
     scene.coordinator.tick()
     (finding,) = scene.told
-    assert isinstance(finding, Finding)
+    assert isinstance(finding, HangDiagnosis)
     assert said in finding.detail
     assert "othing hangs" not in finding.detail
 
@@ -236,7 +242,7 @@ def test_a_mismatch_seen_during_a_hang_is_told_after_it(scene: Scene) -> None:
         scene.beat(1, still=0.0)
         scene.coordinator.tick()
         scene.now += 1.0
-    assert [type(news) for news in scene.told] == [Finding, Over, Finding]
+    assert [type(news) for news in scene.told] == [HangDiagnosis, HangEnded, HangDiagnosis]
 
 
 def test_acting(scene: Scene) -> None:
@@ -246,8 +252,8 @@ def test_acting(scene: Scene) -> None:
     assert scene.coordinator.due() is scene.told[0]
 
 
-def finding(step: int | None, what: str = "code") -> Finding:
-    return Finding(what, (1,), (0, 1), "", "", step, 0.0)
+def finding(step: int | None, what: str = "code") -> HangDiagnosis:
+    return HangDiagnosis(what, (1,), (0, 1), "", "", step, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +274,7 @@ def test_when_something_must_be_done(
 
 
 def test_a_rank_that_left_is_not_suspicious() -> None:
-    beat = Beat(0, (0, 1), 1, "here", 1, AFTER, 50.0, 0, left=True, paced=True)
+    beat = Heartbeat(0, (0, 1), 1, "here", 1, AFTER, 50.0, 0, left=True, paced=True)
     assert not is_suspicious({0: Standing(beat, 50.0)}, AFTER)
     assert is_suspicious({0: Standing(dataclasses.replace(beat, left=False), 50.0)}, AFTER)
 
@@ -280,5 +286,5 @@ def test_silent_rank_that_stood_long_is_blamed(scene: Scene) -> None:
     scene.coordinator.tick()
     scene.coordinator.tick()
     (found,) = scene.told
-    assert isinstance(found, Finding)
+    assert isinstance(found, HangDiagnosis)
     assert found.what == "native"

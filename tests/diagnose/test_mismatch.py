@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.diagnose.hangs.heartbeat import Call
 from paceline.diagnose.hangs.mismatch import (
-    Comparison,
+    CallComparison,
     Mismatch,
     digest,
     first_mismatch,
     must_match,
 )
-from paceline.diagnose.hangs.report import Call
 
 
 def call(
@@ -72,7 +72,7 @@ def test_the_odd_ones_out_are_blamed(said: dict[int, str], blamed: list[int]) ->
 
 def test_digests_are_compared_over_time() -> None:
     """Ranks post at different moments, each what came since the last time."""
-    comparison = Comparison()
+    comparison = CallComparison()
     key = call(1).key
     ours = [call(n) for n in range(1, 9)]
     theirs = [call(n, dtype="int32" if n == 6 else "float32") for n in range(1, 9)]
@@ -86,6 +86,6 @@ def test_digests_are_compared_over_time() -> None:
 
 
 def test_a_group_is_told_once() -> None:
-    comparison = Comparison()
+    comparison = CallComparison()
     assert comparison.add({0: digest([call(1)], {}), 1: digest([call(1, "barrier")], {})})
     assert comparison.add({0: digest([call(2)], {}), 1: digest([call(2, "barrier")], {})}) is None

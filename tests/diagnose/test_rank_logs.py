@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import paceline
-from paceline.diagnose.story.rank_logs import RankLogs, evidence_in, read_log
+from paceline.diagnose.story.rank_logs import LogFolder, evidence_in, read_log
 
 CHAINED = f"""starting
 Traceback (most recent call last):
@@ -99,7 +99,7 @@ def test_the_log_of_a_rank_at_each_start_and_on_each_node(tmp_path: Path) -> Non
     write(logs / "rank1.log", "first 1")
     write(logs / "attempt2" / "rank1.log", "third 1")
     write(logs / "node1-beta" / "attempt2" / "rank12.log", "third 12")
-    found = RankLogs(logs)
+    found = LogFolder(logs)
 
     def tail(attempt: int, rank: int, log: str = "") -> str | None:
         evidence = found.of(attempt, rank, log)
@@ -116,9 +116,9 @@ def test_the_log_of_a_rank_at_each_start_and_on_each_node(tmp_path: Path) -> Non
     # A record that was received may name any file of this machine: logs of the run alone count.
     assert tail(0, 1, str(elsewhere)) == "first 1"
     (logs / "rank7.log").symlink_to(elsewhere)
-    assert RankLogs(logs).of(0, 7) is None
+    assert LogFolder(logs).of(0, 7) is None
 
 
 def test_a_run_without_logs_has_no_evidence(tmp_path: Path) -> None:
-    assert RankLogs(tmp_path / "logs").of(0, 0) is None
-    assert RankLogs(tmp_path / "logs").of_all(0) == []
+    assert LogFolder(tmp_path / "logs").of(0, 0) is None
+    assert LogFolder(tmp_path / "logs").of_all(0) == []

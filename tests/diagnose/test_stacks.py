@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.diagnose.hangs.report import GONE, SILENT, STOPPED, Beat, Frame
+from paceline.diagnose.hangs.heartbeat import GONE, SILENT, STOPPED, Frame, Heartbeat
 from paceline.diagnose.hangs.stacks import main_stack, parse_dump, spot, without_launcher
-from paceline.diagnose.hangs.stand_in import report_on
+from paceline.diagnose.hangs.unresponsive import report_on
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 OWN = Frame("/home/me/train.py", 5, "main", "step()")
@@ -105,7 +105,7 @@ def test_a_process_that_cannot_speak_is_seen_from_outside(tmp_path: Path) -> Non
     assert process.stdout is not None
     try:
         thread = process.stdout.readline()
-        beat = Beat(
+        beat = Heartbeat(
             rank=1,
             world=(0, 1),
             number=7,

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from diagnose.made_up_runs import STARTUP, MadeUpLogs, MadeUpRun
-from paceline.diagnose.hangs.verdict import KINDS
+from paceline.diagnose.hangs.diagnosis import KINDS
 from paceline.diagnose.story import Story, tell
 from paceline.diagnose.story.error_rules import HANGS
 from paceline.diagnose.story.report import write

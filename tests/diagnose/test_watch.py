@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from paceline.diagnose.hangs.coordinator import Over
+from paceline.diagnose.hangs.coordinator import HangEnded
+from paceline.diagnose.hangs.diagnosis import HangDiagnosis
 from paceline.diagnose.hangs.oversee import HangOverseer
-from paceline.diagnose.hangs.verdict import Finding
 from paceline.errors import RankFailed
 from paceline.events import HangFound, read
 from paceline.launch.job import LocalJob
@@ -32,12 +32,12 @@ class Letting(HangOverseer):
 
     def __init__(self, lets_go: dict[str, Callable[[], object]]) -> None:
         super().__init__(say=None)
-        self.findings: list[Finding] = []
-        self.overs: list[Over] = []
+        self.findings: list[HangDiagnosis] = []
+        self.overs: list[HangEnded] = []
         self._steps = list(lets_go.values())
 
     def tell(self, news: Any) -> None:
-        if isinstance(news, Finding):
+        if isinstance(news, HangDiagnosis):
             self.findings.append(news)
             if self._steps:
                 self._steps.pop(0)()

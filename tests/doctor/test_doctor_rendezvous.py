@@ -103,7 +103,9 @@ def test_nobody_listens() -> None:
     assert error.value.place == "unresolved"
 
 
-@pytest.mark.parametrize(("found", "words"), [("", "something else"), ("run", "a run's meeting")])
+@pytest.mark.parametrize(
+    ("found", "words"), [("", "something else"), ("run", "a run's rendezvous")]
+)
 def test_port_that_is_taken(found: str, words: str) -> None:
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]

@@ -20,10 +20,10 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from paceline.checkpoint.memory.background_thread import BackgroundThread
 from paceline.cli.train_nodes import SharedRunFolder
-from paceline.diagnose.hangs import stand_in
-from paceline.diagnose.hangs.board import Board
+from paceline.diagnose.hangs import unresponsive
+from paceline.diagnose.hangs.heartbeat import Heartbeat, RankReport
+from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore
 from paceline.diagnose.hangs.oversee import HangOverseer
-from paceline.diagnose.hangs.report import Beat, Report
 from paceline.events import Event, Note
 from paceline.launch import background_errors
 from paceline.launch.background_errors import BackgroundErrors
@@ -135,15 +135,15 @@ def test_logs_of_node_0_and_of_no_node_are_not_for_others_to_write() -> None:
 # Processes.
 
 
-def beat(rank: int, pid: int, **more: Any) -> Beat:
+def beat(rank: int, pid: int, **more: Any) -> Heartbeat:
     facts = {"world": (0, 1), "number": 1, "host": socket.gethostname(), "after": 1.0}
-    return Beat(rank=rank, pid=pid, still=9.0, moves=0, **{**facts, **more})
+    return Heartbeat(rank=rank, pid=pid, still=9.0, moves=0, **{**facts, **more})
 
 
 def test_a_process_is_not_signalled_because_its_number_stands_in_a_store(tmp_path: Path) -> None:
     victim = subprocess.Popen(["sleep", "60"], start_new_session=True)  # SIGUSR2 would end it
     store = serve("127.0.0.1", 0)
-    board = Board("127.0.0.1", store.port)
+    board = HeartbeatStore("127.0.0.1", store.port)
     overseer = HangOverseer(action="wait", say=None)
     try:
         board.post_beat(beat(0, victim.pid))
@@ -152,10 +152,10 @@ def test_a_process_is_not_signalled_because_its_number_stands_in_a_store(tmp_pat
         overseer.started(started)
         wait_for(lambda: board.answered(1, [0]), "the launcher to speak for its silent rank", 20)
         assert victim.poll() is None
-        for find in (stand_in.started_here({0: os.getpid()}), stand_in.sibling):
-            stand_in.answer_for_neighbours(board, 2, [0, 1], find)
+        for find in (unresponsive.started_here({0: os.getpid()}), unresponsive.sibling):
+            unresponsive.answer_for_neighbours(board, 2, [0, 1], find)
         # Even of a process that it may ask, nobody is signalled who has not prepared for it.
-        assert stand_in.report_on(beat(0, victim.pid), victim.pid).stack == ()
+        assert unresponsive.report_on(beat(0, victim.pid), victim.pid).stack == ()
         assert victim.poll() is None
     finally:
         overseer.ended()
@@ -171,10 +171,10 @@ def test_a_neighbour_is_known_by_its_parent(tmp_path: Path) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        assert stand_in.sibling(beat(1, process.pid)) is None, "a child is no sibling"
-        assert stand_in.sibling(beat(1, 1)) is None
-        assert stand_in.sibling(beat(1, os.getpid())) == os.getpid()
-        assert stand_in.sibling(beat(1, os.getpid(), host="elsewhere")) is None
+        assert unresponsive.sibling(beat(1, process.pid)) is None, "a child is no sibling"
+        assert unresponsive.sibling(beat(1, 1)) is None
+        assert unresponsive.sibling(beat(1, os.getpid())) == os.getpid()
+        assert unresponsive.sibling(beat(1, os.getpid(), host="elsewhere")) is None
     finally:
         process.stdin.close()
         process.stdout.close()
@@ -297,7 +297,7 @@ def test_an_outcome_that_is_none_is_no_outcome() -> None:
 
 def test_odd_signs_of_life_are_left_out_and_the_rest_is_read() -> None:
     store = serve("127.0.0.1", 0)
-    board = Board("127.0.0.1", store.port)
+    board = HeartbeatStore("127.0.0.1", store.port)
     board.post_beat(beat(1, 1))
     for odd in ODD:
         store.set("paceline/watch/beat/0", odd)
@@ -314,7 +314,9 @@ def test_odd_signs_of_life_are_left_out_and_the_rest_is_read() -> None:
 
 
 @pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
-@pytest.mark.parametrize("kind", [NodeMember, RunInfo, Beat, Report, ForwardedEvent, LogPiece])
+@pytest.mark.parametrize(
+    "kind", [NodeMember, RunInfo, Heartbeat, RankReport, ForwardedEvent, LogPiece]
+)
 def test_what_is_no_message_is_a_bad_message_and_nothing_else(kind: Any, odd: bytes) -> None:
     if (kind is ForwardedEvent and b'"id": "x"' in odd) or (
         kind is LogPiece and b"not base64" in odd

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import LayoutError
 from paceline.options import Pipelining
-from paceline.prove import Case
+from paceline.prove import Case, LayoutResult
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,9 @@ def test_peers_read_the_same_samples() -> None:
     readers = [case.data_rank(rank) for rank in range(8)]
     assert sorted(readers) == [0, 0, 0, 0, 1, 1, 1, 1]
     assert set(case.pieces(5)) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_the_old_name_of_an_outcome_still_works_and_says_the_new_one() -> None:
+    row = LayoutResult("dp=2", "same")
+    with pytest.warns(DeprecationWarning, match=r"use row\.outcome"):
+        assert row.verdict == row.outcome == "same"

@@ -85,4 +85,4 @@ def test_the_page_has_every_cell_and_none_is_wrong() -> None:
 def test_no_false_alarm_on_random_pairs(number: int, rank_pool: RankPool) -> None:
     pair = random_pair(number, hugging_face_too=False)
     report = paceline.verify(**pair.arguments, layouts=[pair.layout], pool=rank_pool)
-    assert report.rows[0].verdict in ("same", "refused"), f"{pair}\n{report}"
+    assert report.rows[0].outcome in ("same", "refused"), f"{pair}\n{report}"

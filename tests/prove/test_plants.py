@@ -211,7 +211,7 @@ def test_a_layout_that_crashes_fails_and_the_others_go_on(rank_pool: RankPool) -
         steps=1,
         pool=rank_pool,
     )
-    assert [row.verdict for row in report.rows] == ["failed", "same"], str(report)
+    assert [row.outcome for row in report.rows] == ["failed", "same"], str(report)
     assert "two is a crowd" in str(report)
 
 
@@ -246,8 +246,8 @@ def test_what_is_refused_is_told_and_the_others_go_on(rank_pool: RankPool) -> No
         steps=1,
         pool=rank_pool,
     )
-    verdicts = [row.verdict for row in report.rows]
-    assert verdicts == ["refused", "refused", "refused", "same"], str(report)
+    outcomes = [row.outcome for row in report.rows]
+    assert outcomes == ["refused", "refused", "refused", "same"], str(report)
     assert [row.cause for row in report.rows[:2]] == [
         "axis-not-available",
         "zero-bubble-keeps-parameters",

@@ -154,5 +154,5 @@ def test_forwards_that_one_process_cannot_run(rank_pool: RankPool) -> None:
         sync_batchnorm=True,
         pool=rank_pool,
     )
-    assert [row.verdict for row in report.rows] == ["failed", "failed", "same"], str(report)
+    assert [row.outcome for row in report.rows] == ["failed", "failed", "same"], str(report)
     assert "one process cannot run the forwards" in report.rows[1].words

@@ -35,7 +35,6 @@ from paceline.events import (
     StepSplit,
     Straggler,
 )
-from paceline.formatting import clock, count, duration, number, rate, size
 from paceline.track import Progress
 from paceline.track.pace import Pace
 
@@ -306,23 +305,3 @@ def test_pace_knows_evaluations_slow_a_run() -> None:
     assert pace.samples_per_second == pytest.approx(64.0)
     assert pace.seconds_left(None) is None
     assert pace.seconds_left(1) == 0
-
-
-def test_numbers_are_short_and_true() -> None:
-    assert [number(v) for v in (2.34567, 0.0, -0.5, 1e-5, 123456.0)] == [
-        "2.3457",
-        "0.0000",
-        "-0.5000",
-        "1e-05",
-        "1.23e+05",
-    ]
-    assert [duration(s) for s in (0.44, 41.3, 125, 3723)] == ["0.4 s", "41 s", "2:05", "1:02:03"]
-    assert [clock(s) for s in (0, 5, 760, 3723)] == ["0:00", "0:05", "12:40", "1:02:03"]
-    assert [rate(r) for r in (0.25, 8.333, 1234.5)] == ["0.25", "8.33", "1,234"]
-    assert [size(b) for b in (512, 3_200_000, 5 * 10**12)] == ["512 B", "3.2 MB", "5.0 TB"]
-    assert [count(n) for n in (512, 12_300, 3_200_000, 13 * 10**8)] == [
-        "512",
-        "12.3k",
-        "3.2M",
-        "1.3B",
-    ]

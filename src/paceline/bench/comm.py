@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from paceline.bench.catalogue import COLLECTIVES
-from paceline.bench.fit import predict
+from paceline.bench.collectives import COLLECTIVES
+from paceline.bench.comm_request import GROUPS, LONGEST, CommRequest, groups_of
+from paceline.bench.comm_result import Cell, CommResult, LeftOut, Setting, make_cell
+from paceline.bench.latency_fit import predict
 from paceline.bench.operations import prepare
 from paceline.bench.pairs import Found, PairProbe, between, summarised
-from paceline.bench.request import GROUPS, LONGEST, Request, groups_of
-from paceline.bench.result import Cell, CommResult, LeftOut, Setting, make_cell
 from paceline.bench.timing import measure, time_once
 from paceline.network.round_robin import round_robin
 from paceline.world import World, collectives
@@ -23,7 +23,7 @@ from paceline.world.group import Group
 _STRIDE = 16
 
 
-def run(world: World, request: Request, say: Callable[[str], None]) -> CommResult:
+def run(world: World, request: CommRequest, say: Callable[[str], None]) -> CommResult:
     """Measure all that is asked for; every rank gets the whole result. A collective."""
     places = collectives.all_gather_object((world.node, socket.gethostname()))
     nodes = [
@@ -62,7 +62,7 @@ def distinct(hosts: Sequence[str]) -> list[str]:
 
 def _measure(
     world: World,
-    request: Request,
+    request: CommRequest,
     result: CommResult,
     kind: str,
     groups: dict[str, Group],
@@ -94,7 +94,7 @@ def _measure(
 
 
 def _glance(
-    world: World, request: Request, members: Group | None, collective: str, size: int
+    world: World, request: CommRequest, members: Group | None, collective: str, size: int
 ) -> tuple[int, float]:
     """Bytes and seconds of a single call, of the slowest rank of all groups."""
     seconds = 0.0
@@ -104,7 +104,7 @@ def _glance(
     return size, max(collectives.all_gather_object(seconds))
 
 
-def _one(world: World, request: Request, members: Group, collective: str, size: int) -> Any:
+def _one(world: World, request: CommRequest, members: Group, collective: str, size: int) -> Any:
     """This rank's ``(bytes, calls in a row, samples)``; a text where the backend cannot do it."""
     device = world.device
     operation = prepare(collective, members, size, getattr(torch, request.dtype), device)
@@ -132,7 +132,7 @@ def _cell(kind: str, collective: str, gathered: Sequence[tuple[str | None, Any]]
 
 def _measure_pairs(
     world: World,
-    request: Request,
+    request: CommRequest,
     result: CommResult,
     nodes: Sequence[Sequence[int]],
     machines: Sequence[str],

@@ -26,7 +26,7 @@ _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchPlacement:
     """How many ranks on how many machines, and where those meet."""
 
     nproc: int
@@ -44,7 +44,7 @@ def read_place(
     wait: float,
     device: str,
     secret: str | None = None,
-) -> Place:
+) -> BenchPlacement:
     """What the command line says of the ranks, checked as ``paceline train`` checks it."""
     from paceline.config import load
     from paceline.config.checks import node_problems
@@ -84,10 +84,10 @@ def read_place(
         )
     if problems:
         raise ConfigError(problems)
-    return Place(ranks, most, config.launch.rdzv, wait, _secret_of(config))
+    return BenchPlacement(ranks, most, config.launch.rdzv, wait, _secret_of(config))
 
 
-def place_of(config: Config, wait: float) -> Place:
+def place_of(config: Config, wait: float) -> BenchPlacement:
     """Where the ranks of a resolved config are started, all of its machines being there."""
     from paceline.config.fields import node_range
 
@@ -103,7 +103,7 @@ def place_of(config: Config, wait: float) -> Place:
     if problems:
         raise ConfigError(problems)
     assert isinstance(config.launch.nproc, int)
-    return Place(config.launch.nproc, most, config.launch.rdzv, wait, _secret_of(config))
+    return BenchPlacement(config.launch.nproc, most, config.launch.rdzv, wait, _secret_of(config))
 
 
 def _secret_of(config: Config) -> RunSecret | None:
@@ -113,7 +113,7 @@ def _secret_of(config: Config) -> RunSecret | None:
 
 
 def measure(
-    place: Place,
+    place: BenchPlacement,
     module: str,
     request: str,
     *,
@@ -171,7 +171,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _meet(
-    place: Place,
+    place: BenchPlacement,
     asked: Mapping[str, str],
     stack: contextlib.ExitStack,
     say: Callable[[str], None],

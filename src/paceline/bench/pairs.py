@@ -9,7 +9,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from paceline.bench.result import Inside, Pair
+from paceline.bench.comm_result import Inside, Pair
 from paceline.world.group import Group
 
 _END, _PING, _TAKE, _GIVE = range(4)

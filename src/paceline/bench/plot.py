@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from paceline.bench.catalogue import COLLECTIVES
-from paceline.bench.request import GROUPS
-from paceline.bench.result import CommResult
+from paceline.bench.collectives import COLLECTIVES
+from paceline.bench.comm_request import GROUPS
+from paceline.bench.comm_result import CommResult
 from paceline.errors import ConfigError, MissingExtra
 from paceline.formatting import binary_size, byte_rate, short_time
 

@@ -18,14 +18,14 @@ _CALIBRATION_CALLS = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class TimingPlan:
     """``samples`` measurements, each over ``calls`` calls in a row."""
 
     calls: int
     samples: int
 
 
-def make_plan(one_call: float, seconds: float) -> Plan:
+def make_plan(one_call: float, seconds: float) -> TimingPlan:
     """How to spend about ``seconds`` on calls that take ``one_call`` each.
 
     Ranks leave the barrier before a sample at different moments, by up to the latency of a link.
@@ -33,12 +33,12 @@ def make_plan(one_call: float, seconds: float) -> Plan:
     """
     calls = min(max(round(_SAMPLE_SECONDS / max(one_call, 1e-9)), 1), _MOST_CALLS)
     samples = min(max(int(seconds / max(calls * one_call, 1e-9)), 1), _MOST_SAMPLES)
-    return Plan(calls, samples)
+    return TimingPlan(calls, samples)
 
 
 def measure(
     operation: Operation, members: Group, seconds: float, device: torch.device
-) -> tuple[Plan, list[float]]:
+) -> tuple[TimingPlan, list[float]]:
     """The plan, equal on all members, and this rank's seconds for each sample. A collective."""
     one_call = _agreed(_timed(operation, members, 1, device), members)  # warms up, too
     if one_call < seconds:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from paceline.bench.comm import device_name, distinct
-from paceline.bench.training import Data, Training
-from paceline.bench.trial import (
+from paceline.bench.wire_request import WireChoice, WireRequest
+from paceline.bench.wire_result import (
     LEAST_STEPS,
     PLAIN,
     WARM_UP,
@@ -22,7 +22,7 @@ from paceline.bench.trial import (
     smoothed,
     window,
 )
-from paceline.bench.wire_request import WireRequest, Wish
+from paceline.bench.wire_training import Training, TrialData
 from paceline.config import Config, load
 from paceline.data import steps_per_epoch
 from paceline.errors import LayoutError, NonFiniteError, TrainingError
@@ -48,11 +48,11 @@ class Trials:
     ) -> None:
         self._world, self._request, self._say, self._keep = world, request, say, keep
         self._config = load(request.config)
-        self._wishes = [Wish.parse(name) for name in request.formats]
+        self._wishes = [WireChoice.parse(name) for name in request.formats]
         self._began = time.monotonic()
         torch.manual_seed(self._config.seed)
         model = make_model(self._config)
-        self._data = Data(*make_datasets(self._config))
+        self._data = TrialData(*make_datasets(self._config))
         self._longest = _length(self._config, self._data)
         count = sum(p.numel() for p in model.parameters())
         self.result = WireResult(_setting(world, self._config, self._data, count))
@@ -87,7 +87,7 @@ class Trials:
     def _plain_again(self) -> float:
         """What a step of plain takes now. Some steps for that are made even if the time is up."""
         most = math.floor(self._left() / (self.result.trials[0].step_seconds or 1.0))
-        training = Training(self._world, self._config, self._data, Wish(PLAIN))
+        training = Training(self._world, self._config, self._data, WireChoice(PLAIN))
         try:
             self._advance(training, min(_TIMED_AGAIN, max(most, _TIMED_STEPS)))
             return training.step_seconds()
@@ -100,7 +100,7 @@ class Trials:
         left: float = collectives.broadcast_object(self._request.seconds - passed)
         return left
 
-    def _try(self, wish: Wish, left_to_try: int) -> Trial:
+    def _try(self, wish: WireChoice, left_to_try: int) -> Trial:
         left = self._left() - _TIMED_AGAIN * (self.result.plain_seconds or 0.0)
         if left <= 0 and wish.name != PLAIN:
             return Trial(wish.name, refused="the time was up; give more --seconds")
@@ -199,7 +199,7 @@ class Trials:
             seconds=training.seconds(),
         )
 
-    def _meetings(self, wish: Wish) -> int | None:
+    def _meetings(self, wish: WireChoice) -> int | None:
         """How often ranks met in the steps that all have in common; ``None`` without momentum."""
         rounds = wish.apply(self._config).local_steps
         if rounds.every is None or rounds.method != "diloco" or not rounds.outer_momentum:
@@ -240,7 +240,7 @@ class Trials:
         )
 
 
-def _length(config: Config, data: Data) -> int | None:
+def _length(config: Config, data: TrialData) -> int | None:
     """How many steps the run has: a trial has no more."""
     if config.train.steps is not None:
         return config.train.steps
@@ -250,7 +250,7 @@ def _length(config: Config, data: Data) -> int | None:
     return config.train.epochs * steps_per_epoch(len(data.train), batch, drop)
 
 
-def _setting(world: World, config: Config, data: Data, parameters: int) -> WireSetting:
+def _setting(world: World, config: Config, data: TrialData, parameters: int) -> WireSetting:
     places = collectives.all_gather_object((world.node, socket.gethostname()))
     numbers = sorted({node for node, _ in places})
     hosts = [next(host for node, host in places if node == number) for number in numbers]

@@ -5,16 +5,12 @@ The first rank of each machine writes the result to FILE, anew after each trial.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
-from pathlib import Path
 
-from paceline.bench.rank import say
-from paceline.bench.trial import WireResult
+from paceline.bench.comm_rank import leave_at_once, say, write_result
 from paceline.bench.wire import Trials
 from paceline.bench.wire_request import WireRequest
+from paceline.bench.wire_result import WireResult
 from paceline.config import load
 from paceline.world import World
 
@@ -22,18 +18,14 @@ from paceline.world import World
 def main(arguments: list[str]) -> None:
     """Join the world, try, write."""
     text, file = arguments
-    # There is nothing to save but what is written already: leave at once.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    leave_at_once()  # results are written already
     request = WireRequest.from_json(text)
     launch = load(request.config).launch
     with World.init(device=launch.device, timeout=launch.timeout, hang_after=0) as world:
 
         def keep(result: WireResult) -> None:
             if world.local_rank == 0:
-                part = Path(f"{file}.part")
-                part.write_text(json.dumps(result.to_dict()), encoding="utf-8")
-                os.replace(part, file)
+                write_result(file, result.to_dict())
 
         trials = Trials(world, request, say if world.rank == 0 else lambda text: None, keep)
         trials.run()

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.bench.advice import Advice, recommend
-from paceline.bench.trial import PLAIN, Trial, WireResult
-from paceline.bench.wire_request import Wish
+from paceline.bench.wire_advice import Advice, recommend
+from paceline.bench.wire_request import WireChoice
+from paceline.bench.wire_result import PLAIN, Trial, WireResult
 from paceline.config import Config
 from paceline.formatting import binary_size, plural, short_time, three_digits
 
@@ -88,7 +88,7 @@ def _show_advice(advice: Advice | None, config: Config, console: Console) -> Non
     _line(console, advice.reason)
     for remark in advice.remarks:
         _line(console, remark)
-    wish = Wish.parse(advice.format)
+    wish = WireChoice.parse(advice.format)
     own = config.compress.options().formats is None and config.local_steps.every is None
     if wish.name == PLAIN and own:
         _line(console, "the config trains without compression already: nothing to change")
@@ -99,7 +99,7 @@ def _show_advice(advice: Advice | None, config: Config, console: Console) -> Non
         _line(console, line)
 
 
-def lines_for(wish: Wish, config: Config) -> list[str]:
+def lines_for(wish: WireChoice, config: Config) -> list[str]:
     """What to write into ``config`` to have ``wish``, and nothing else of the kind."""
     lines = wish.lines(config)
     if wish.local is None and config.local_steps.every is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.bench.trial import LEAST_STEPS, PLAIN
+from paceline.bench.wire_result import LEAST_STEPS, PLAIN
 from paceline.config import Config, check
 from paceline.config.keys import flat
 from paceline.config.spreading import CompressSection
@@ -25,7 +25,7 @@ _LOCAL = re.compile(r"local(:(?P<every>\d+))?(:(?P<method>[a-z]+))?")
 
 
 @dataclass(frozen=True)
-class Wish:
+class WireChoice:
     """One format to try: a form of gradients, or how many ``local`` steps lie between meetings."""
 
     name: str
@@ -33,18 +33,18 @@ class Wish:
     method: str | None = None
 
     @staticmethod
-    def parse(text: str) -> Wish:
+    def parse(text: str) -> WireChoice:
         """``topk:0.01``, ``local:10`` or ``local:10:average``; ``TrainingError`` for others."""
         found = _LOCAL.fullmatch(text)
         if found is None:
-            return Wish(str(Form.parse(text)))
+            return WireChoice(str(Form.parse(text)))
         if found["every"] is None:
             raise TrainingError(
                 f"{text!r} needs its steps between two meetings, as in local:10 or local:10:average"
             )
         every, method = int(found["every"]), found["method"]
         LocalSteps(every, method or LocalSteps.method)  # type: ignore[arg-type]
-        return Wish(text, every, method)
+        return WireChoice(text, every, method)
 
     @property
     def period(self) -> int:
@@ -130,10 +130,10 @@ def read_wire_request(
         )
     if not seconds > 0 or seconds == float("inf"):
         problems.append(f"--seconds {seconds:g}: must be a number of seconds above 0, like 300")
-    wishes: dict[str, Wish] = {}
+    wishes: dict[str, WireChoice] = {}
     for text in _default_names(config) if formats is None else _words(formats):
         try:
-            wish = Wish.parse(text)
+            wish = WireChoice.parse(text)
             wishes[wish.name] = wish
         except TrainingError as error:
             told = str(error).removeprefix("compress: ").rstrip(".")
@@ -145,7 +145,7 @@ def read_wire_request(
     if problems:
         raise ConfigError(problems)
     # What the others are compared with comes first, asked for or not.
-    wishes = {PLAIN: Wish(PLAIN)} | wishes
+    wishes = {PLAIN: WireChoice(PLAIN)} | wishes
     refused = {name: why for name, wish in wishes.items() if (why := refusal(config, wish))}
     if PLAIN in refused:
         raise ConfigError(refused[PLAIN])
@@ -172,7 +172,7 @@ def world_problems(config: Config) -> list[str]:
     return []
 
 
-def refusal(config: Config, wish: Wish) -> str:
+def refusal(config: Config, wish: WireChoice) -> str:
     """Why this layout does not go with a format, as ``paceline train`` would say it; or nothing."""
     return "; ".join(check(wish.apply(config)))
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from paceline.checkpoint.boxes import Box, boxes_of, whole
 from paceline.checkpoint.manifest import TensorEntry
 from paceline.errors import CheckpointError
-from paceline.parallel.whole import held_runs, local
+from paceline.parallel.dtensor import held_runs, local
 
 
 @dataclass(frozen=True)

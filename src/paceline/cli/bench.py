@@ -13,8 +13,8 @@ from paceline.cli.options import Machines, MeetingPlace, Patience, SecretFile, f
 from paceline.cli.screen import echo, echo_json
 
 if TYPE_CHECKING:
-    from paceline.bench.launching import Place
-    from paceline.bench.request import Request
+    from paceline.bench.comm_request import CommRequest
+    from paceline.bench.launching import BenchPlacement
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -91,8 +91,8 @@ def comm(
     config's reduction.links takes.
     """
     signal.signal(signal.SIGTERM, _leave)  # as Ctrl-C: the ranks and the files go first
+    from paceline.bench.comm_request import place_problems, read_request
     from paceline.bench.launching import check_outputs, read_place
-    from paceline.bench.request import place_problems, read_request
     from paceline.errors import ConfigError
 
     request = read_request(
@@ -127,16 +127,18 @@ def comm(
         raise SystemExit(130) from None
 
 
-def _measure_comm(place: Place, request: Request, json_file: str | None, plot: str | None) -> None:
+def _measure_comm(
+    place: BenchPlacement, request: CommRequest, json_file: str | None, plot: str | None
+) -> None:
     import json
     from pathlib import Path
 
+    from paceline.bench.comm_result import CommResult
     from paceline.bench.launching import measure
-    from paceline.bench.result import CommResult
 
     found = measure(
         place,
-        "paceline.bench.rank",
+        "paceline.bench.comm_rank",
         request.to_json(),
         asked=request.asked(),
         progress=lambda text: echo(text, err=True, nl=False),
@@ -146,7 +148,7 @@ def _measure_comm(place: Place, request: Request, json_file: str | None, plot: s
     if json_file == "-":
         echo_json(text)
     else:
-        from paceline.bench.report import show, wide_console
+        from paceline.bench.comm_report import show, wide_console
 
         show(CommResult.from_dict(found), wide_console())
         if json_file is not None:

@@ -21,7 +21,7 @@ from paceline.cli.options import (
 from paceline.cli.screen import echo, echo_json
 
 if TYPE_CHECKING:
-    from paceline.bench.launching import Place
+    from paceline.bench.launching import BenchPlacement
     from paceline.bench.wire_request import WireRequest
     from paceline.config import Config
 
@@ -101,7 +101,9 @@ def _read_config(path: str | None, overrides: list[str], given: dict[str, str | 
         raise ConfigError(in_users_words(error.problems, flags)) from None
 
 
-def _try_formats(place: Place, request: WireRequest, config: Config, json_file: str | None) -> None:
+def _try_formats(
+    place: BenchPlacement, request: WireRequest, config: Config, json_file: str | None
+) -> None:
     from paceline.bench.launching import measure
 
     def show(found: dict[str, Any]) -> None:
@@ -124,10 +126,10 @@ def _show(found: dict[str, Any], config: Config, json_file: str | None) -> None:
     import json
     from pathlib import Path
 
-    from paceline.bench.advice import recommend
-    from paceline.bench.report import wide_console
-    from paceline.bench.trial import WireResult
+    from paceline.bench.comm_report import wide_console
+    from paceline.bench.wire_advice import recommend
     from paceline.bench.wire_report import show
+    from paceline.bench.wire_result import WireResult
 
     result = WireResult.from_dict(found)
     advice = recommend(result.trials, result.steps, result.plain_again)

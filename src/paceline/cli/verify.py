@@ -13,7 +13,7 @@ from paceline.cli.screen import echo, echo_json
 
 if TYPE_CHECKING:
     from paceline.config import Config
-    from paceline.prove import Report
+    from paceline.prove import VerifyReport
 
 
 def verify(
@@ -87,7 +87,7 @@ def _prove(
     global_batch: int | None,
     precision: str,
     timeout: float,
-) -> Report:
+) -> VerifyReport:
     import paceline.config
     from paceline.errors import ConfigError
 

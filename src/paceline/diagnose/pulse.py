@@ -18,7 +18,7 @@ OUTSIDE = "outside"
 
 
 class Pulse:
-    """The place of this rank's training thread, as far as it told."""
+    """Where this rank's training thread is: what it last said of itself."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -31,7 +31,7 @@ class Pulse:
         """Seconds by phase since :meth:`take_spent`."""
         self.longest_step = 0.0
         self.listener: Callable[[str], None] | None = None
-        """Told of each phase that begins, while somebody measures; see engine/step_timing.py."""
+        """Called with each phase that begins, while time is measured: engine/step_timing.py."""
         self._step_began: float | None = None
 
     def enter(self, phase: str, *, at: float | None = None) -> str:

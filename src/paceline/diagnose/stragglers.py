@@ -1,4 +1,4 @@
-"""Who the others wait for: a verdict over where each rank's time went; no torch, no processes.
+"""Which rank the others wait for, from where each rank's time went; no torch, no processes.
 
 Ranks of one world end their steps together: one that needs longer makes the others wait. Its own
 work, all of its time but ``waiting``, is therefore longer than theirs, and by as much the step
@@ -19,7 +19,7 @@ _LEAST_SECONDS = 0.001
 _OF_THE_MODEL = ("forward", "backward", "optimizer")
 
 
-def find(
+def find_straggler(
     phases: Mapping[str, Sequence[float]],
     hosts: Sequence[str],
     *,
@@ -73,11 +73,11 @@ def _excess(seconds: Sequence[float], rank: int, alike: Sequence[int] | None) ->
     return seconds[rank] - statistics.median(others) if others else 0.0
 
 
-class Verdicts:
-    """Which of the verdicts on one split after the other are told.
+class StragglerFilter:
+    """Decides which stragglers are reported, from one split to the next.
 
-    A rank must be found slow twice in a row, which one disturbance is not. It is told again when
-    it is another rank, or slow elsewhere, or after a while without.
+    A rank must be found slow twice in a row: one disturbance is no straggler. It is reported again
+    when it is another rank, or slow elsewhere, or after a while without.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Verdicts:
         self._quiet = 0
 
     def add(self, found: Straggler | None) -> Straggler | None:
-        """Take in what :func:`find` said of the next split; gives back what is to be told."""
+        """Take in what :func:`find_straggler` found in the next split; returns what to report."""
         before, self._before = self._before, found
         self._quiet = self._quiet + 1 if found is None else 0
         if self._quiet == 2:

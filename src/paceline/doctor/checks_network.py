@@ -124,7 +124,7 @@ def _unreached(link: Connection, facts: ClusterFacts) -> Finding:
 
 
 def ports(facts: ClusterFacts) -> list[Finding]:
-    """Whether ports that ranks listen on can be reached, where the meeting's own port can."""
+    """Whether ports that ranks listen on can be reached, where the rendezvous' own port can."""
     met = facts.meeting
     links = [link for link in facts.links if not link.by_gloo]
     if met is None or met.place != "met" or not links:

@@ -80,7 +80,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as nvidia-smi tells of it."""
+    """One GPU, as nvidia-smi reports it."""
 
     index: int
     name: str
@@ -122,7 +122,7 @@ SYNC_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the config's model and its optimizer hold; ``error`` says why it cannot be told."""
+    """What the config's model and its optimizer hold; ``error`` says why it is unknown."""
 
     parameters: int = 0
     model_bytes: int = 0
@@ -223,7 +223,7 @@ RendezvousState = Literal[
 
 @dataclass(frozen=True)
 class RendezvousFacts:
-    """How the machines met. ``came`` are those that did, ``left`` those that were gone later."""
+    """How the rendezvous went: ``came`` are the machines that joined, ``left`` those lost later."""
 
     endpoint: str
     place: RendezvousState = "met"

@@ -1,4 +1,4 @@
-"""Gathering what nvidia-smi tells of the GPUs of this machine."""
+"""Gathering what nvidia-smi reports about the GPUs of this machine."""
 
 from __future__ import annotations
 

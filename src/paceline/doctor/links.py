@@ -1,4 +1,4 @@
-"""Connections between two machines: an echo that tells the time, and what connecting to it shows.
+"""Connections between two machines: an echo server with the time, and what connecting to it shows.
 
 The connection that a machine is tried with is also the one that clocks are compared over.
 """

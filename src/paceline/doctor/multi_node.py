@@ -1,4 +1,4 @@
-"""Gathering the facts of several machines: each examines itself and its links, all tell all."""
+"""Gathering the facts of several machines: each examines itself and its links, then they share."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class MachineCard:
 
 @dataclass(frozen=True)
 class LinkReport:
-    """What a machine found on its ways to the others."""
+    """What a machine found when it connected to the others."""
 
     links: list[Connection]
     clocks: list[ClockOffset]
@@ -86,7 +86,7 @@ class LinkReport:
 
 @dataclass
 class _Gathered:
-    """What is known so far, should the meeting end early."""
+    """What is known so far, should the rendezvous end early."""
 
     machines: dict[int, Machine] = field(default_factory=dict)
     links: list[Connection] = field(default_factory=list)
@@ -96,7 +96,7 @@ class _Gathered:
 
 
 def examine_together(own: OwnMachine, request: DoctorRequest) -> ClusterFacts:
-    """Meet the other machines at the config's ``launch.rdzv`` and gather facts with them."""
+    """Join the other machines at the config's ``launch.rdzv`` and gather facts with them."""
     plan, endpoint = own.asked.plan, own.asked.rdzv[0]
     how = facts.RendezvousFacts(
         str(endpoint),
@@ -112,21 +112,21 @@ def examine_together(own: OwnMachine, request: DoctorRequest) -> ClusterFacts:
         stack.callback(tokens.remove_folders)
         stack.callback(tokens.clean_up)
         try:
-            meeting = DoctorRendezvous(
+            rendezvous = DoctorRendezvous(
                 endpoint.host, endpoint.port, request.wait, own.who_serves, own.asked.secret
             )
         except RendezvousFailed as reason:
             how = replace(how, place=reason.place, detail=reason.detail)
             return replace(examine_alone(own, tokens), meeting=how)
-        stack.callback(meeting.close)
+        stack.callback(rendezvous.close)
         try:
-            return _Together(own, meeting, tokens, request, how).run(echo.port)
+            return _Together(own, rendezvous, tokens, request, how).run(echo.port)
         except RendezvousFailed as reason:
             how = replace(how, place=reason.place, detail=reason.detail)
         except RendezvousLost as reason:
             how = replace(how, place="no answer", detail=str(reason))
         except BaseException:  # Ctrl-C: the others need not wait for this machine
-            meeting.leave(early=True)
+            rendezvous.leave(early=True)
             raise
         return replace(examine_alone(own, tokens), meeting=how)
 
@@ -135,38 +135,38 @@ class _Together:
     def __init__(
         self,
         own: OwnMachine,
-        meeting: DoctorRendezvous,
+        rendezvous: DoctorRendezvous,
         tokens: Tokens,
         request: DoctorRequest,
         how: facts.RendezvousFacts,
     ) -> None:
-        self.own, self.meeting, self.tokens = own, meeting, tokens
+        self.own, self.rendezvous, self.tokens = own, rendezvous, tokens
         self.request, self.how = request, how
         self.found = _Gathered()
         self.peers: dict[int, _Peer] = {}
         self.place = own.asked.rdzv[0]
         self.network = gather_network(address_towards(self.place.host, self.place.port))
-        self.phase = "meeting"
+        self.phase = "rendezvous"
 
     def run(self, port: int) -> ClusterFacts:
-        """Go through all phases, or as far as the meeting lasts."""
+        """Go through all phases, or as many as the rendezvous lasts for."""
         self._introduce(port)
         try:
             for phase in (self._links, self._machines, self._folders, self._speeds):
                 phase()
-            self.meeting.leave()
+            self.rendezvous.leave()
         except RendezvousLost:
-            first = self.peers[self.meeting.present[0]]
-            self.meeting.left[first.number] = self.phase
+            first = self.peers[self.rendezvous.present[0]]
+            self.rendezvous.left[first.number] = self.phase
         return self._facts()
 
     @property
     def me(self) -> _Peer:
-        return self.peers[self.meeting.number]
+        return self.peers[self.rendezvous.number]
 
     @property
     def others(self) -> list[_Peer]:
-        gone = {self.meeting.number, *self.meeting.left}
+        gone = {self.rendezvous.number, *self.rendezvous.left}
         return [peer for number, peer in self.peers.items() if number not in gone]
 
     def _introduce(self, port: int) -> None:
@@ -177,7 +177,7 @@ class _Together:
             port,
             self.tokens.token,
         )
-        cards: dict[int, MachineCard] = self.meeting.gather(
+        cards: dict[int, MachineCard] = self.rendezvous.gather(
             asdict(card), self.how.most, MachineCard
         )
         names = distinct_names(
@@ -191,7 +191,7 @@ class _Together:
 
     def _tell(self, phase: str, mine: Any, kind: Any) -> dict[int, Any]:
         self.phase = phase
-        return self.meeting.exchange(phase, mine, _FACTS_TIMEOUT_S, kind)
+        return self.rendezvous.exchange(phase, mine, _FACTS_TIMEOUT_S, kind)
 
     def _links(self) -> None:
         """Connect to every other machine; and to where Gloo would, if that is another address."""
@@ -222,7 +222,7 @@ class _Together:
     def _machines(self) -> None:
         """Every machine's facts about itself; its token files are written with them."""
         self.request.say("looking at each machine")
-        # The other machines, and those that may stand in for the first as meeting place.
+        # The other machines, and those that may serve the rendezvous instead of the first.
         hosts = [*(peer.host for peer in self.others), *(e.host for e in self.own.asked.rdzv[1:])]
         lookups = look_up(list(dict.fromkeys(hosts)))
         mine = self.own.gather(self.me.name, self.network, self.tokens)
@@ -254,10 +254,10 @@ class _Together:
         if all(m.plan.on_gpu and m.gpus.visible for m in self.found.machines.values()):
             backend = "nccl"
         for number, pairs in enumerate(round_robin(self.peers)):
-            here = [pair for pair in pairs if not self.meeting.left.keys() & set(pair)]
+            here = [pair for pair in pairs if not self.rendezvous.left.keys() & set(pair)]
             mine: dict[str, Any] | None = None
             for first, second in here:
-                is_mine = self.meeting.number in (first, second)
+                is_mine = self.rendezvous.number in (first, second)
                 if is_mine and self._reach_each_other(first, second):
                     mine = asdict(self._measure(backend, first, second))
             told = self._tell(f"speed, round {number + 1}", mine, Speed | None)
@@ -270,9 +270,9 @@ class _Together:
             "collective",
             COLLECTIVE_TIMEOUT_S,
             backend=backend,
-            rank=0 if self.meeting.number == first else 1,
+            rank=0 if self.rendezvous.number == first else 1,
             size=2,
-            store=dict(zip(("host", "port"), self.meeting.store_place, strict=True)),
+            store=dict(zip(("host", "port"), self.rendezvous.store_place, strict=True)),
             prefix=f"{PREFIX}/pair/{first}-{second}",
             patience_s=COLLECTIVE_TIMEOUT_S,
             device="cpu" if backend == "gloo" else "cuda:0",
@@ -284,7 +284,7 @@ class _Together:
     def _interface(self) -> str:
         """The interface that reaches the others, where Gloo by itself would take another one.
 
-        That it would is a finding of its own; the speed is told nevertheless.
+        That it would is a finding of its own; the speed is measured nevertheless.
         """
         network: Network = self.network
         right = interface_of(network, network.address)
@@ -298,10 +298,10 @@ class _Together:
 
     def _facts(self) -> ClusterFacts:
         machines = self.found.machines
-        if self.me.number not in machines:  # the meeting ended before it came to that
+        if self.me.number not in machines:  # the rendezvous ended before that
             network = self.network
             machines = {self.me.number: self.own.gather(self.me.name, network, self.tokens)}
-        left = {self.peers[number].name: phase for number, phase in self.meeting.left.items()}
+        left = {self.peers[number].name: phase for number, phase in self.rendezvous.left.items()}
         found = self.found
         # By name, not in the order in which they came: the next report will look the same.
         return ClusterFacts(

@@ -116,7 +116,7 @@ def _finish(
 
 
 def _hello() -> dict[str, str]:
-    """What this process has to tell of torch."""
+    """The versions of torch and its parts in this process."""
     import torch
 
     nccl = ""

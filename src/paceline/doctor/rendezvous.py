@@ -1,4 +1,4 @@
-"""Where the doctors of several machines meet: a TCPStore at ``HOST:PORT``, on the machine HOST.
+"""The rendezvous of the doctors of several machines: a TCPStore at ``HOST:PORT``, served by HOST.
 
 Every question to the store is answered at once or waited for in short turns, so that Ctrl-C works
 and one machine that goes away holds nobody up for long.
@@ -37,7 +37,7 @@ WhoServes = Callable[[str, int, dict[str, str]], str]
 
 
 class RendezvousFailed(PacelineError):
-    """The machines could not meet; ``place`` says why, for the table."""
+    """The rendezvous failed; ``place`` says why, for the table."""
 
     def __init__(self, place: facts.RendezvousState, detail: str = "") -> None:
         self.place = place
@@ -46,15 +46,15 @@ class RendezvousFailed(PacelineError):
 
 
 class RendezvousLost(PacelineError):
-    """The machine that serves the meeting has gone away."""
+    """The machine that serves the rendezvous has gone away."""
 
 
 class NotADoctor(RendezvousLost):
-    """What stands in the store was not written by a doctor."""
+    """What is in the store was not written by a doctor."""
 
 
 class DoctorRendezvous:
-    """One machine's seat in the meeting. Machines are numbered in the order in which they come.
+    """One machine's part in the rendezvous. Machines are numbered in the order of arrival.
 
     ``left`` names those that went away, and the phase in which that was noticed. ``who_serves``
     tells which of several named keys the store at a host and port has; asked before this process
@@ -88,8 +88,8 @@ class DoctorRendezvous:
     def gather(self, card: Any, most: int, kind: Any = Any) -> dict[int, Any]:
         """Introduce this machine, and wait for ``most`` machines, or until the time is up.
 
-        Who came is decided by the machine that serves the meeting, and the same for all. Each card
-        is of this ``kind``, or the meeting is not one of doctors: ``RendezvousLost``.
+        The machine that serves the rendezvous decides who takes part, the same for all. Each card
+        is of this ``kind``; ``RendezvousLost`` where one is not.
         """
         self._set(f"card/{self.number}", card)
         if self.serves:
@@ -97,7 +97,7 @@ class DoctorRendezvous:
         while not self._has("roll"):
             if time.monotonic() > self._deadline + _STORE_TIMEOUT_S:
                 raise RendezvousFailed(
-                    "no answer", "the machine that serves the meeting does not call"
+                    "no answer", "the machine that serves the rendezvous does not answer"
                 )
             time.sleep(_POLL_S)
         self.present = self._get("roll", list[int])
@@ -133,7 +133,7 @@ class DoctorRendezvous:
         return found
 
     def leave(self, *, early: bool = False) -> None:
-        """Say good-bye; the machine that serves stays until all others have done so."""
+        """Leave; the machine that serves the store stays until all others have left."""
         with contextlib.suppress(RendezvousLost):
             self._set(f"left/{self.number}", "early" if early else "done")
             deadline = time.monotonic() + _STORE_TIMEOUT_S
@@ -155,7 +155,7 @@ class DoctorRendezvous:
 
     @property
     def store_place(self) -> tuple[str, int]:
-        """Where processes of this machine get to the store of the meeting."""
+        """Where processes of this machine reach the store."""
         tunnel = self._tunnel
         where = self._host, self._port
         return where if tunnel is None else tunnel.reach(*where)
@@ -165,13 +165,13 @@ class DoctorRendezvous:
     @property
     def _store(self) -> Store:
         if self._open_store is None:
-            raise RendezvousLost("this machine has left the meeting")
+            raise RendezvousLost("this machine has left the rendezvous")
         return self._open_store
 
     def _call_the_roll(self, most: int) -> None:
         while (count := self._add("count", 0)) < most and time.monotonic() < self._deadline:
             time.sleep(_POLL_S)
-        # A machine that has counted itself is about to show its card.
+        # A machine that has counted itself is about to post its card.
         present = [number for number in range(count) if self._appears(f"card/{number}")]
         self._set("roll", present[:most])
 
@@ -194,7 +194,7 @@ class DoctorRendezvous:
         self._knock()
         server_there = who_serves(*self.store_place, {"doctor": GREETING, "run": IDENTITY})
         if server_there != "doctor":
-            what = "a run's meeting" if server_there == "run" else "something else than a doctor"
+            what = "a run's rendezvous" if server_there == "run" else "something else than a doctor"
             raise RendezvousFailed("taken", f"{what} is at port {self._port} already")
         return PrefixStore(PREFIX, _store(*self.store_place))
 
@@ -206,7 +206,7 @@ class DoctorRendezvous:
             return None
 
     def _knock(self) -> None:
-        """Wait until somebody listens there; else say what connecting to it shows."""
+        """Wait until something listens there; raise what connecting to it shows otherwise."""
         while True:
             connection, tried = connect(self._host, self._port)
             if connection is not None:
@@ -260,7 +260,7 @@ def _telling() -> Any:
     try:
         yield
     except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
-        raise RendezvousLost(f"the machine that serves the meeting is gone: {error}") from error
+        raise RendezvousLost(f"the machine that serves the rendezvous is gone: {error}") from error
 
 
 def _store(host: str, port: int) -> TCPStore:

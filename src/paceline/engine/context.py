@@ -15,7 +15,7 @@ from paceline.engine.optimizer_groups import Groups
 from paceline.engine.precision import Precision
 from paceline.engine.same_batches import SameBatches
 from paceline.engine.spreading import Spreading
-from paceline.engine.step_timing import Clock
+from paceline.engine.step_timing import StepClock
 from paceline.sync.protocol import Sync
 from paceline.sync.replica import Replica
 
@@ -43,5 +43,5 @@ class StepContext:
     clip_value: float | None = None
     observer: Callable[[], None] | None = None
     """Called each step with the finished gradients in place, before clipping and the update."""
-    clock: Clock | None = None
+    clock: StepClock | None = None
     """Set by whoever wants to know where the time of the next steps goes; see step_timing.py."""

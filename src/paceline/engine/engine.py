@@ -12,11 +12,10 @@ from typing import Any, Never
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.engine import evaluation
 from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments, refuse_unknown
 from paceline.engine.build import build
 from paceline.engine.checks import check_model_and_options, rules_on_frozen
-from paceline.engine.evaluation import Evaluated
+from paceline.engine.evaluation import Evaluated, evaluate_batch, evaluation_mode
 from paceline.engine.initial_weights import check_not_spread
 from paceline.engine.internals import HasInternals
 from paceline.engine.loss import LossFunction
@@ -213,7 +212,7 @@ class Engine(HasInternals):
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode, with equal buffers on all ranks; put back afterwards."""
         self.settle()
-        with evaluation.evaluating(self._context):
+        with evaluation_mode(self._context):
             yield
 
     def evaluate(self, batch: Any) -> list[Evaluated]:
@@ -222,7 +221,7 @@ class Engine(HasInternals):
         To be called inside :meth:`evaluating`, by every rank. Of the ranks that share samples, one
         gets the results, and the others none.
         """
-        return evaluation.evaluate(self._context, batch)
+        return evaluate_batch(self._context, batch)
 
     # ------------------------------------------------------------------ what it says of itself
 

@@ -22,7 +22,7 @@ class Evaluated(NamedTuple):
 
 
 @contextlib.contextmanager
-def evaluating(context: StepContext) -> Iterator[None]:
+def evaluation_mode(context: StepContext) -> Iterator[None]:
     """See :meth:`paceline.Engine.evaluating`; the last step has been settled."""
     replica = context.replica
     if replica.is_spread:
@@ -40,7 +40,7 @@ def evaluating(context: StepContext) -> Iterator[None]:
             replica.spread.let_go()
 
 
-def evaluate(context: StepContext, batch: Any) -> list[Evaluated]:
+def evaluate_batch(context: StepContext, batch: Any) -> list[Evaluated]:
     """See :meth:`paceline.Engine.evaluate`."""
     context.replica.pulse.beat()
     context.same_batches.check(batch)

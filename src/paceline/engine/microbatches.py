@@ -19,7 +19,7 @@ from paceline.engine.batch import move, placeholder, split, split_into
 from paceline.engine.checks import check_depends_on_parameters
 from paceline.engine.loss import LossModule
 from paceline.engine.precision import Precision
-from paceline.engine.step_timing import Clock
+from paceline.engine.step_timing import StepClock
 from paceline.options import Pipelining
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.loss_term import Term
@@ -109,7 +109,7 @@ class Microbatches:
     # ------------------------------------------------------------------ accumulating
 
     def accumulate_gradients(
-        self, parts: list[Microbatch], samples: int, sync: StepSync, clock: Clock | None
+        self, parts: list[Microbatch], samples: int, sync: StepSync, clock: StepClock | None
     ) -> Sums:
         """Forward and backward over all microbatches; see the module for how they are weighted."""
         replica = self.replica
@@ -164,7 +164,7 @@ class Microbatches:
         loss: Tensor,
         work: dist.Work | None,
         sync: StepSync,
-        clock: Clock | None,
+        clock: StepClock | None,
         *,
         last: bool,
     ) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paceline.diagnose.pulse import PHASES, Pulse
 
 
-class Clock(Protocol):
+class StepClock(Protocol):
     """Measures from :meth:`start` to :meth:`stop`; the engine has it as ``clock`` in between."""
 
     def start(self) -> None:
@@ -37,7 +37,7 @@ class Clock(Protocol):
         """Around a backward pass: what follows the last of ``parameters``' gradients is waiting."""
 
 
-def make_clock(pulse: Pulse, device: torch.device) -> Clock:
+def make_clock(pulse: Pulse, device: torch.device) -> StepClock:
     """The clock for a rank on ``device``."""
     return StreamClock(pulse, device) if device.type == "cuda" else HostClock(pulse)
 

@@ -2,6 +2,6 @@
 
 from paceline.prove.api import verify, verify_config
 from paceline.prove.cases import Case
-from paceline.prove.report import Report, Row, Where
+from paceline.prove.report import LayoutResult, VerifyReport, Where
 
-__all__ = ["Case", "Report", "Row", "Where", "verify", "verify_config"]
+__all__ = ["Case", "LayoutResult", "VerifyReport", "Where", "verify", "verify_config"]

@@ -1,4 +1,4 @@
-"""The doors: :func:`verify` for what a script has, :func:`verify_config` for a config."""
+"""The entry points: :func:`verify` for a script, :func:`verify_config` for a config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.layout import Layout
 from paceline.options import DataOptions
 from paceline.prove.cases import Case, parse_cases
 from paceline.prove.prover import Prover, Tell
-from paceline.prove.report import Report
+from paceline.prove.report import VerifyReport
 from paceline.prove.subject import Subject, configured, given
 from paceline.testing.pool import RankPool
 
@@ -51,7 +51,7 @@ def verify(
     progress: bool = True,
     pool: RankPool | None = None,
     **options: Any,
-) -> Report:
+) -> VerifyReport:
     """Prove that ``layouts`` compute what one process computes, for this model and data.
 
     Runs ``steps`` optimizer steps on one process and on local CPU ranks for each layout, over the
@@ -116,7 +116,7 @@ def verify_config(
     plant: str | None = None,
     timeout: float = 300.0,
     progress: bool = True,
-) -> Report:
+) -> VerifyReport:
     """:func:`verify` for what a config describes; ``precision="run"`` is the config's own."""
     notes = []
     own = config.batch.global_batch

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from paceline.prove.evidence import Cause, Evidence, near
+from paceline.prove.evidence import DifferenceEvidence, LikelyCause, near
 
 
-def _stale_part(e: Evidence) -> Cause | None:
+def _stale_part(e: DifferenceEvidence) -> LikelyCause | None:
     if e.differs("gradient") or e.place.kind != "parameter":
         return None
     stale = {
@@ -19,7 +19,7 @@ def _stale_part(e: Evidence) -> Cause | None:
         return None
     name = next(iter(stale.values()))[0]
     ranks = ", ".join(map(str, stale))
-    return Cause(
+    return LikelyCause(
         "stale-shard",
         f"the gradient is right, but the part of {name} that rank {ranks} holds "
         f"({_kind_of_part(e, name)}) still has its value of the step before: the update does not "
@@ -27,14 +27,14 @@ def _stale_part(e: Evidence) -> Cause | None:
     )
 
 
-def _kind_of_part(e: Evidence, name: str) -> str:
+def _kind_of_part(e: DifferenceEvidence, name: str) -> str:
     layout = e.case.layout
     kinds = ["tensor-parallel"] if any(name in one.split for one in e.outcomes) else []
     kinds += [f"sharded, zero={layout.zero}"] if layout.shards > 1 else []
     return ", ".join(kinds)
 
 
-def _shard_clip(e: Evidence) -> Cause | None:
+def _shard_clip(e: DifferenceEvidence) -> LikelyCause | None:
     if e.differs("gradient") or not e.differs("norm"):
         return None
     norms = e.norms()
@@ -53,7 +53,7 @@ def _shard_clip(e: Evidence) -> Cause | None:
     listed = ", ".join(f"{factor:.3g} on rank {rank}" for rank, factor in enumerate(norms))
     total = math.sqrt(sum(factor**2 for factor in norms) / layout.copies)
     together = " (together they make the right one)" if near(total, 1) else ""
-    return Cause(
+    return LikelyCause(
         "shard-clip",
         f"every gradient is right, but each rank has a norm of its own ({listed} times the right "
         f"one{together}): it is taken over, and clips, the {' and '.join(axes)} part that the rank "
@@ -61,24 +61,24 @@ def _shard_clip(e: Evidence) -> Cause | None:
     )
 
 
-def _copies_differ(e: Evidence) -> Cause | None:
+def _copies_differ(e: DifferenceEvidence) -> LikelyCause | None:
     """HSDP: the ranks of one sharded copy agree, and the copies do not."""
     layout = e.case.layout
     if layout.zero == 0 or layout.replicas == 1 or not e.ranks_differ():
         return None
     if e.ranks_differ(same_copy=True):
         return None
-    return Cause(
+    return LikelyCause(
         "wrong-copies",
         f"the {layout.replicas} sharded copies (replicas) have different gradients: each sums "
         "those of its own ranks, and they are not averaged over the copies",
     )
 
 
-def _tensor_ranks_differ(e: Evidence) -> Cause | None:
+def _tensor_ranks_differ(e: DifferenceEvidence) -> LikelyCause | None:
     if e.case.layout.tp == 1 or not e.ranks_differ(same_data=True):
         return None
-    return Cause(
+    return LikelyCause(
         "missing-tp-reduce",
         f"tensor-parallel ranks have different gradients for {e.place.name}, which each of them "
         "holds whole: the all-reduce over the tensor-parallel ranks is missing, where a whole "
@@ -86,12 +86,12 @@ def _tensor_ranks_differ(e: Evidence) -> Cause | None:
     )
 
 
-def _tied_stages(e: Evidence) -> Cause | None:
+def _tied_stages(e: DifferenceEvidence) -> LikelyCause | None:
     if e.case.layout.pp == 1 or e.place.kind != "gradient":
         return None
     for group in e.reference.facts.ties:
         if e.wrong_names("gradient") <= set(group):
-            return Cause(
+            return LikelyCause(
                 "untied-stages",
                 f"only the gradient of {' and '.join(group)}, one tied weight, is wrong: it lives "
                 "on two pipeline stages, and the gradients of its copies are not summed",
@@ -99,10 +99,10 @@ def _tied_stages(e: Evidence) -> Cause | None:
     return None
 
 
-def _bias_on_every_rank(e: Evidence) -> Cause | None:
+def _bias_on_every_rank(e: DifferenceEvidence) -> LikelyCause | None:
     if not e.bias_on_every_rank:
         return None
-    return Cause(
+    return LikelyCause(
         "row-parallel-bias",
         "the loss is what one process computes with the biases of row-parallel layers times "
         f"{e.case.layout.tp}: each of the {e.case.layout.tp} tensor-parallel ranks adds the bias "
@@ -110,14 +110,14 @@ def _bias_on_every_rank(e: Evidence) -> Cause | None:
     )
 
 
-def _backward_of_split_layers(e: Evidence) -> Cause | None:
+def _backward_of_split_layers(e: DifferenceEvidence) -> LikelyCause | None:
     """The forward is right, some gradients are, and no weighting of the samples explains others."""
     if e.case.layout.tp == 1 or e.place.kind != "gradient" or e.differs("loss"):
         return None
     names = {place.name for place in e.outcomes[e.rank].measures if place.kind == "gradient"}
     if e.wrong_names("gradient") == names:
         return None
-    return Cause(
+    return LikelyCause(
         "missing-tp-reduce",
         "the loss and some gradients are right, and no weighting of the samples explains the "
         "others: the gradient of what goes into split layers, or comes out of them, is not summed "

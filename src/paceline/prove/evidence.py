@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.prove.cases import Case
-from paceline.prove.jobs import Outcome, Reference
-from paceline.prove.measure import KINDS, Judge, Measure, Place
-from paceline.prove.weights import Weights
+from paceline.prove.comparison import KINDS, Measure, Tolerance, ValueKey
+from paceline.prove.jobs import RankOutcome, Reference
+from paceline.prove.sample_weights import Weights
 
 NEAR = 1e-3
 """Factors and weights that differ by this share or less are taken for the same."""
 
 
 @dataclass(frozen=True)
-class Cause:
+class LikelyCause:
     """``name`` is that of the plant which is this bug, where there is one."""
 
     name: str
@@ -25,7 +25,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class DifferenceEvidence:
     """Everything known about a layout that differs."""
 
     case: Case
@@ -33,8 +33,8 @@ class Evidence:
     clip_norm: float | None
     sync_batchnorm: bool
     reference: Reference
-    outcomes: Sequence[Outcome]
-    place: Place
+    outcomes: Sequence[RankOutcome]
+    place: ValueKey
     rank: int
     measure: Measure
     """Of the first tensor that differs."""
@@ -89,7 +89,7 @@ class Evidence:
 
     def norms(self) -> list[float]:
         """By rank: its norm over the right one, in the step that differs; empty without norms."""
-        place = Place(self.place.step, "norm", "")
+        place = ValueKey(self.place.step, "norm", "")
         found = [o.measures[place].factor for o in self.outcomes if place in o.measures]
         return found if len(found) == len(self.outcomes) else []
 
@@ -120,15 +120,15 @@ def uniform(values: Sequence[float]) -> float | None:
 
 
 def first_to_differ(
-    outcomes: Sequence[Outcome], judge: Judge, order: Sequence[str]
-) -> tuple[Place, int, Measure] | None:
+    outcomes: Sequence[RankOutcome], tolerance: Tolerance, order: Sequence[str]
+) -> tuple[ValueKey, int, Measure] | None:
     """The first value that differs, and its rank: by step, by kind, then as the modules ran.
 
     Loss and norm are numbers made of all tensors: they come first only where no tensor differs.
     """
     ran = {name: index for index, name in enumerate(order)}
 
-    def when(found: tuple[Place, int, Measure]) -> tuple[int, bool, int, int, int]:
+    def when(found: tuple[ValueKey, int, Measure]) -> tuple[int, bool, int, int, int]:
         place, rank, _ = found
         module = ran.get(place.name.rpartition(".")[0], len(ran))
         return place.step, place.name == "", KINDS.index(place.kind), module, rank
@@ -137,22 +137,24 @@ def first_to_differ(
         (place, rank, one)
         for rank, outcome in enumerate(outcomes)
         for place, one in outcome.measures.items()
-        if one.difference > judge.allowed(place)
+        if one.difference > tolerance.allowed(place)
     ]
     return min(offenders, key=when, default=None)
 
 
-def wrong_in(outcomes: Sequence[Outcome], judge: Judge, step: int) -> frozenset[tuple[str, str]]:
+def wrong_in(
+    outcomes: Sequence[RankOutcome], tolerance: Tolerance, step: int
+) -> frozenset[tuple[str, str]]:
     """Kind and name of what differs in ``step`` on any rank."""
     return frozenset(
         (place.kind, place.name)
         for outcome in outcomes
         for place, one in outcome.measures.items()
-        if place.step == step and one.difference > judge.allowed(place)
+        if place.step == step and one.difference > tolerance.allowed(place)
     )
 
 
-def missing_everywhere(outcomes: Sequence[Outcome]) -> list[str]:
+def missing_everywhere(outcomes: Sequence[RankOutcome]) -> list[str]:
     """Parameters of the reference that no rank has."""
     absent = set(outcomes[0].missing).intersection(*(outcome.missing for outcome in outcomes))
     return sorted(absent)

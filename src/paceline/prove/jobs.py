@@ -14,19 +14,19 @@ from torch import Tensor
 from paceline.layout import Layout
 from paceline.parallel.dtensor import cuts, local, part_of
 from paceline.prove.cases import Case
-from paceline.prove.measure import (
+from paceline.prove.comparison import (
     MOST_ROUNDING,
-    Comparison,
     Held,
     Measure,
-    Place,
+    RunComparison,
+    ValueKey,
     Values,
     far_apart,
     is_stale,
     sketch,
 )
-from paceline.prove.rehearsal import Facts, Rehearsal
-from paceline.prove.samples import Cut, shuffled
+from paceline.prove.observed_run import ModelFacts, ObservedRun
+from paceline.prove.samples import SampleCut, shuffled
 from paceline.prove.subject import Subject
 from paceline.world import World
 
@@ -41,8 +41,8 @@ _ALONE = Case(Layout())
 class Reference:
     """What the run on one process showed."""
 
-    facts: Facts
-    noise: dict[Place, float] = field(default_factory=dict)
+    facts: ModelFacts
+    noise: dict[ValueKey, float] = field(default_factory=dict)
     changing_buffers: list[str] = field(default_factory=list)
     batch: list[int] = field(default_factory=list)
     """Samples in the global batch of each step."""
@@ -55,13 +55,13 @@ class Reference:
 
 
 @dataclass
-class Outcome:
+class RankOutcome:
     """What one rank of a layout computed, beside the reference."""
 
-    measures: dict[Place, Measure]
+    measures: dict[ValueKey, Measure]
     missing: list[str]
     """Parameters of the reference that this rank does not have."""
-    facts: Facts
+    facts: ModelFacts
     sketches: dict[int, Tensor]
     """By step: a sample of the gradient's elements, for those that are off."""
     samples: list[int] = field(default_factory=list)
@@ -83,7 +83,7 @@ def run_reference(
     """
     world = _alone()
     cut = None if forwards_of is None else forwards_of.forwards
-    run = Rehearsal(subject, _ALONE, world=world, alone=True, cut=cut)
+    run = ObservedRun(subject, _ALONE, world=world, alone=True, cut=cut)
     initial = run.state()
     _leave_trace(run, folder)
     reference = Reference(run.facts, batch=run.samples)
@@ -96,7 +96,7 @@ def run_reference(
     return reference
 
 
-def _leave_trace(run: Rehearsal, folder: Path) -> None:
+def _leave_trace(run: ObservedRun, folder: Path) -> None:
     torch.save(run.state(), folder / "0.pt")
     for step, values in run.run():
         torch.save(values, folder / f"{step}.pt")
@@ -121,8 +121,8 @@ def _reorder(subject: Subject, folder: Path, reference: Reference, world: World)
     if subject.precision != "fp64":
         exact_folder = folder / "exact"
         exact_folder.mkdir()
-        _leave_trace(Rehearsal(exact, _ALONE, world=world, alone=True), exact_folder)
-    cuts: list[Cut] = [_permuted]
+        _leave_trace(ObservedRun(exact, _ALONE, world=world, alone=True), exact_folder)
+    cuts: list[SampleCut] = [_permuted]
     if not reference.facts.live_norms:  # their statistics are those of a forward
         cuts.append(_cut_otherwise)
     for cut in cuts:
@@ -143,38 +143,38 @@ def _reorder(subject: Subject, folder: Path, reference: Reference, world: World)
 
 
 def _noise_of(
-    subject: Subject, cut: Cut, folder: Path, world: World
-) -> tuple[dict[Place, float], dict[str, int]]:
+    subject: Subject, cut: SampleCut, folder: Path, world: World
+) -> tuple[dict[ValueKey, float], dict[str, int]]:
     """How far a run with batches cut so is from the one in ``folder``; unsettled elements."""
-    run = Rehearsal(subject, _ALONE, world=world, alone=True, cut=cut)
-    comparison = Comparison(subject.precision)
+    run = ObservedRun(subject, _ALONE, world=world, alone=True, cut=cut)
+    comparison = RunComparison(subject.precision)
     found = {}
     for step, values in run.run():
         reference = load(folder, step)
         for (kind, name), one in comparison.measure(values, reference, None).items():
             # Counters of forwards count cuts: only an uncut batch can tell about buffers.
             if kind != "buffer" or cut is _permuted:
-                found[Place(step, kind, name)] = one.difference
+                found[ValueKey(step, kind, name)] = one.difference
         comparison.settle(run.engine.spread.held, reference)
     return found, comparison.unsettled
 
 
 def run_layout(
     subject: Subject, case: Case, folder: Path, plant: Plant | None, floor: float
-) -> Outcome:
+) -> RankOutcome:
     """Run this rank's part of a layout and compare each step with the reference in ``folder``."""
     world = World.current()
     with contextlib.nullcontext() if plant is None else plant.patch():
-        run = Rehearsal(subject, case, world=world)
-        outcome = Outcome({}, [], run.facts, {})
-        comparison = Comparison(subject.precision)
+        run = ObservedRun(subject, case, world=world)
+        outcome = RankOutcome({}, [], run.facts, {})
+        comparison = RunComparison(subject.precision)
         before = load(folder, 0)
         for (kind, name), one in far_apart(run.state(), before, floor).items():
-            outcome.measures[Place(0, kind, name)] = one
+            outcome.measures[ValueKey(0, kind, name)] = one
         for step, values in run.run():
             reference = load(folder, step)
             for (kind, name), one in comparison.measure(values, reference, before).items():
-                outcome.measures[Place(step, kind, name)] = one
+                outcome.measures[ValueKey(step, kind, name)] = one
             if any(
                 one.difference > floor
                 for place, one in outcome.measures.items()
@@ -192,7 +192,7 @@ def run_layout(
 
 
 def _stale_parts(
-    outcome: Outcome, step: int, floor: float, held: Held, reference: Values, before: Values
+    outcome: RankOutcome, step: int, floor: float, held: Held, reference: Values, before: Values
 ) -> list[str]:
     """Of the parameters that differ after ``step``: those whose part here has not moved."""
     found = []

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import ConfigError, LayoutError, PacelineError, RankFailed, TrainingError
 from paceline.prove.cases import Case
 from paceline.prove.causes import likely_cause
+from paceline.prove.comparison import Tolerance, ValueKey
 from paceline.prove.evidence import (
-    Cause,
-    Evidence,
+    DifferenceEvidence,
+    LikelyCause,
     first_to_differ,
     missing_everywhere,
     wrong_in,
 )
-from paceline.prove.hypotheses import explains_loss
-from paceline.prove.jobs import Outcome, Reference, load, run_layout, run_reference
-from paceline.prove.measure import Judge, Place
-from paceline.prove.report import Report, Row, Where
+from paceline.prove.jobs import RankOutcome, Reference, load, run_layout, run_reference
+from paceline.prove.report import LayoutResult, VerifyReport, Where
+from paceline.prove.row_bias import explains_loss
+from paceline.prove.sample_weights import Weights, find_weights
 from paceline.prove.subject import Subject
-from paceline.prove.weights import Weights, find_weights
 from paceline.testing.pool import RankPool
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Prover:
         self.tell = tell
         self._lent_pool = pool
 
-    def prove(self, cases: Sequence[Case], notes: Sequence[str] = ()) -> Report:
+    def prove(self, cases: Sequence[Case], notes: Sequence[str] = ()) -> VerifyReport:
         """Run everything and report; ranks and files are gone when it returns or raises."""
         started = time.monotonic()
         with (
@@ -80,19 +80,19 @@ class Prover:
             self._main = self._folder / "main"
             reference = self._reference(self._main, None)
             self._check_plant(reference)
-            judge = Judge(self.subject.precision, reference.noise)
+            tolerance = Tolerance(self.subject.precision, reference.noise)
             rows = []
             for number, case in enumerate(cases, 1):
                 self.tell(f"{case} ({number} of {len(cases)})")
-                rows.append(self._prove_case(case, reference, judge))
-        return Report(
+                rows.append(self._prove_case(case, reference, tolerance))
+        return VerifyReport(
             rows=rows,
             steps=self.subject.steps,
             global_batch=max(reference.batch),
             precision=self.subject.precision,
-            noise=judge.noise,
+            noise=tolerance.noise,
             plant=None if self.plant is None else self.plant.name,
-            notes=[*notes, *self._notes(reference, judge, cases, rows)],
+            notes=[*notes, *self._notes(reference, tolerance, cases, rows)],
             seconds=time.monotonic() - started,
         )
 
@@ -115,19 +115,19 @@ class Prover:
             raise _own_error(failure) from None
         return reference
 
-    def _prove_case(self, case: Case, reference: Reference, judge: Judge) -> Row:
+    def _prove_case(self, case: Case, reference: Reference, tolerance: Tolerance) -> LayoutResult:
         started = time.monotonic()
-        row = self._judge_case(case, reference, judge)
+        row = self._compare_case(case, reference, tolerance)
         return replace(row, seconds=time.monotonic() - started)
 
-    def _judge_case(self, case: Case, reference: Reference, judge: Judge) -> Row:
+    def _compare_case(self, case: Case, reference: Reference, tolerance: Tolerance) -> LayoutResult:
         if (refusal := case.refusal()) is not None:
             return _refused(case, *refusal)
         try:
             folder, reference = self._reference_for(case, reference)
         except (PacelineError, RankFailed) as error:
             words = f"one process cannot run the forwards that the ranks run together: {error}"
-            return Row(str(case), "failed", words=words)
+            return LayoutResult(str(case), "failed", words=words)
         try:
             outcomes = self._run(self.subject, case, folder)
         except RankFailed as failure:
@@ -135,11 +135,11 @@ class Prover:
             if isinstance(raised, LayoutError | TrainingError):
                 # One process ran it, so that it is the layout which cannot.
                 return _refused(case, None, str(raised))
-            return Row(str(case), "failed", words=str(raised))
-        row = _compare(case, outcomes, judge, reference)
+            return LayoutResult(str(case), "failed", words=str(raised))
+        row = _compare(case, outcomes, tolerance, reference)
         if row.ok:
             return row
-        cause = self._cause(case, folder, outcomes, reference, judge)
+        cause = self._cause(case, folder, outcomes, reference, tolerance)
         return replace(row, cause=cause.name, words=cause.words)
 
     def _reference_for(self, case: Case, reference: Reference) -> tuple[Path, Reference]:
@@ -154,9 +154,9 @@ class Prover:
             self._cut_references[key] = folder, replace(found, noise=reference.noise)
         return self._cut_references[key]
 
-    def _run(self, subject: Subject, case: Case, folder: Path) -> list[Outcome]:
-        plant, floor = self.plant, Judge.FLOORS[subject.precision]
-        outcomes: list[Outcome] = self._pool.run(
+    def _run(self, subject: Subject, case: Case, folder: Path) -> list[RankOutcome]:
+        plant, floor = self.plant, Tolerance.FLOORS[subject.precision]
+        outcomes: list[RankOutcome] = self._pool.run(
             run_layout,
             *(subject, case, folder, plant, floor),
             world_size=case.layout.world_size,
@@ -168,16 +168,16 @@ class Prover:
         self,
         case: Case,
         folder: Path,
-        outcomes: list[Outcome],
+        outcomes: list[RankOutcome],
         reference: Reference,
-        judge: Judge,
-    ) -> Cause:
-        found = first_to_differ(outcomes, judge, reference.facts.order)
+        tolerance: Tolerance,
+    ) -> LikelyCause:
+        found = first_to_differ(outcomes, tolerance, reference.facts.order)
         if found is None:
             names = ", ".join(missing_everywhere(outcomes)[:3])
-            return Cause("missing-parameter", f"no rank has the parameter {names}")
+            return LikelyCause("missing-parameter", f"no rank has the parameter {names}")
         place, rank, measure = found
-        evidence = Evidence(
+        evidence = DifferenceEvidence(
             case=case,
             samples=reference.batch[place.step - 1],
             clip_norm=self.clip_norm,
@@ -187,7 +187,7 @@ class Prover:
             place=place,
             rank=rank,
             measure=measure,
-            wrong=wrong_in(outcomes, judge, place.step),
+            wrong=wrong_in(outcomes, tolerance, place.step),
         )
         if place.step == 0:  # nothing has been computed yet
             return likely_cause(evidence)
@@ -198,12 +198,12 @@ class Prover:
         evidence = replace(
             evidence,
             weights=weights,
-            right_without_accumulation=self._right_without_accumulation(evidence, judge),
+            right_without_accumulation=self._right_without_accumulation(evidence, tolerance),
             bias_on_every_rank=self._bias_on_every_rank(evidence, folder),
         )
         return likely_cause(evidence)
 
-    def _weights(self, case: Case, folder: Path, step: int, outcome: Outcome) -> Weights | None:
+    def _weights(self, case: Case, folder: Path, step: int, outcome: RankOutcome) -> Weights | None:
         if step not in outcome.sketches:
             return None
         found: Weights | None = self._alone(
@@ -211,13 +211,13 @@ class Prover:
         )
         return found
 
-    def _bias_on_every_rank(self, evidence: Evidence, folder: Path) -> bool:
+    def _bias_on_every_rank(self, evidence: DifferenceEvidence, folder: Path) -> bool:
         """Whether biases that each tensor-parallel rank adds would explain the loss."""
         place, tp = evidence.place, evidence.case.layout.tp
         if tp == 1 or not evidence.differs("loss") or evidence.reference.facts.live_norms:
             return False
         outcome = evidence.outcomes[evidence.rank]
-        factor = outcome.measures[Place(place.step, "loss", "")].factor
+        factor = outcome.measures[ValueKey(place.step, "loss", "")].factor
         loss = factor * float(load(folder, place.step)["loss"][""])
         split = {name: dim for one in evidence.outcomes for name, dim in one.split.items()}
         subject = self.subject
@@ -233,7 +233,9 @@ class Prover:
             return None  # a model that cannot run a single sample: go by the rest of the evidence
         return found
 
-    def _right_without_accumulation(self, evidence: Evidence, judge: Judge) -> bool | None:
+    def _right_without_accumulation(
+        self, evidence: DifferenceEvidence, tolerance: Tolerance
+    ) -> bool | None:
         case, step = evidence.case, evidence.place.step
         if not case.accumulates(evidence.samples) or case.layout.pp > 1:
             return None  # a pipeline always cuts
@@ -242,7 +244,7 @@ class Prover:
             outcomes = self._run(subject, replace(case, microbatch=None), self._main)
         except RankFailed:
             return None  # that fails in its own way: no evidence
-        return first_to_differ(outcomes, judge, []) is None
+        return first_to_differ(outcomes, tolerance, []) is None
 
     def _check_plant(self, reference: Reference) -> None:
         plant = self.plant
@@ -256,7 +258,11 @@ class Prover:
             )
 
     def _notes(
-        self, reference: Reference, judge: Judge, cases: Sequence[Case], rows: Sequence[Row]
+        self,
+        reference: Reference,
+        tolerance: Tolerance,
+        cases: Sequence[Case],
+        rows: Sequence[LayoutResult],
     ) -> list[str]:
         notes = []
         facts = reference.facts
@@ -278,20 +284,20 @@ class Prover:
                 f"{sum(reference.unsettled.values())} elements of {some} have a gradient of "
                 "nothing but rounding: what the optimizer makes of it is not compared"
             )
-        if self.subject.precision != "fp64" or 100 * judge.noise > judge.floor:
+        if self.subject.precision != "fp64" or 100 * tolerance.noise > tolerance.floor:
             notes.append(
-                f"one process differs from itself by up to {judge.noise:.1e} when its samples come "
-                "in another order and cut: what is allowed was set by that"
+                f"one process differs from itself by up to {tolerance.noise:.1e} when its samples "
+                "come in another order and cut: what is allowed was set by that"
             )
         notes += [
             f"{case}: a rank's share is no more than a microbatch: nothing to cut"
             for case, row in zip(cases, rows, strict=True)
-            if row.verdict != "refused"
+            if row.outcome != "refused"
             and case.microbatch
             and not any(map(case.accumulates, reference.batch))
         ]
         if self.plant is not None:
-            rows = [row for row in rows if row.verdict != "refused"]
+            rows = [row for row in rows if row.outcome != "refused"]
             missed = [row.layout for row in rows if row.ok]
             named = all(row.cause == self.plant.name for row in rows if not row.ok)
             fate = f"NOT caught on {', '.join(missed)}" if missed else "caught on every layout"
@@ -309,31 +315,33 @@ def _own_error(failure: RankFailed) -> Exception:
     return cause if isinstance(cause, PacelineError) else failure
 
 
-def _refused(case: Case, rule: str | None, reason: str) -> Row:
+def _refused(case: Case, rule: str | None, reason: str) -> LayoutResult:
     """``rule`` is the name of the rule that refuses; else the reason may end with it."""
     told = re.search(r" \[rule: ([\w-]+)\]$", reason)
     if rule is None and told is not None:
         rule, reason = told[1], reason[: told.start()]
-    return Row(str(case), "refused", cause=rule, words=reason)
+    return LayoutResult(str(case), "refused", cause=rule, words=reason)
 
 
-def _compare(case: Case, outcomes: list[Outcome], judge: Judge, reference: Reference) -> Row:
+def _compare(
+    case: Case, outcomes: list[RankOutcome], tolerance: Tolerance, reference: Reference
+) -> LayoutResult:
     worst = max(
         (
-            (one.difference / judge.allowed(place), one.difference, place, rank)
+            (one.difference / tolerance.allowed(place), one.difference, place, rank)
             for rank, outcome in enumerate(outcomes)
             for place, one in outcome.measures.items()
         ),
         key=lambda entry: entry[:2],
     )
     _, difference, place, rank = worst
-    first = first_to_differ(outcomes, judge, reference.facts.order)
+    first = first_to_differ(outcomes, tolerance, reference.facts.order)
     same = first is None and not missing_everywhere(outcomes)
-    return Row(
+    return LayoutResult(
         layout=str(case),
-        verdict="same" if same else "differs",
+        outcome="same" if same else "differs",
         difference=difference,
-        allowed=judge.allowed(place),
+        allowed=tolerance.allowed(place),
         where=Where.at(place, rank),
         first=None if first is None else Where.at(first[0], first[1]),
         first_difference=0.0 if first is None else first[2].difference,

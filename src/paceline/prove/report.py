@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import warnings
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.prove.measure import Place
+from paceline.prove.comparison import ValueKey
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +28,7 @@ class Where:
     rank: int
 
     @classmethod
-    def at(cls, place: Place, rank: int) -> Where:
+    def at(cls, place: ValueKey, rank: int) -> Where:
         """From the place in the comparison."""
         return cls(place.kind, place.name, place.name.rpartition(".")[0], place.step, rank)
 
@@ -37,8 +38,8 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One layout: ``verdict`` is ``same``, ``differs``, ``failed`` or ``refused``.
+class LayoutResult:
+    """One layout: ``outcome`` is ``same``, ``differs``, ``failed`` or ``refused``.
 
     ``difference`` is the largest relative difference, found at ``where``; ``first`` is the first
     tensor in execution order that differs, and ``cause`` the likely reason, with ``words``. Of a
@@ -46,7 +47,7 @@ class Row:
     """
 
     layout: str
-    verdict: str
+    outcome: str
     difference: float = 0.0
     allowed: float = 0.0
     where: Where | None = None
@@ -59,14 +60,24 @@ class Row:
     @property
     def ok(self) -> bool:
         """Whether the layout computes what one process computes."""
-        return self.verdict == "same"
+        return self.outcome == "same"
+
+    @property
+    def verdict(self) -> str:
+        """The old name of ``outcome``; will go with the next version."""
+        warnings.warn(
+            "a row's verdict is now called outcome: use row.outcome",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.outcome
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """The proof: ``ok`` when every layout computes what one process computes."""
 
-    rows: list[Row]
+    rows: list[LayoutResult]
     steps: int
     global_batch: int
     precision: str
@@ -82,7 +93,10 @@ class Report:
 
     def to_json(self) -> str:
         """The whole report as one JSON object."""
-        return json.dumps(_plain({"ok": self.ok, **asdict(self)}), indent=2)
+        report = {"ok": self.ok, **asdict(self)}
+        for row in report["rows"]:
+            row["verdict"] = row["outcome"]  # its old name, for one more version
+        return json.dumps(_plain(report), indent=2)
 
     def __str__(self) -> str:
         from paceline.track.console import SafeConsole
@@ -98,14 +112,14 @@ class Report:
         from rich.text import Text
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("layout", "verdict", "largest difference", "allowed", "where"):
+        for name in ("layout", "outcome", "largest difference", "allowed", "where"):
             table.add_column(name, overflow="fold")
         for row in self.rows:
             colour = "green" if row.ok else "red"
-            failed = row.verdict in ("failed", "refused")
+            failed = row.outcome in ("failed", "refused")
             table.add_row(
                 row.layout,
-                Text(row.verdict, colour),
+                Text(row.outcome, colour),
                 "" if failed else f"{row.difference:.1e}",
                 "" if failed else f"{row.allowed:.0e}",
                 "" if row.where is None else str(row.where),
@@ -123,10 +137,10 @@ class Report:
             console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _explanation(row: Row) -> str:
-    if row.verdict == "failed":
+def _explanation(row: LayoutResult) -> str:
+    if row.outcome == "failed":
         return f"{row.layout}: failed: {row.words}"
-    if row.verdict == "refused":
+    if row.outcome == "refused":
         rule = "" if row.cause is None else f" [rule: {row.cause}]"
         return f"{row.layout}: refused: {row.words}{rule}"
     lines = [f"{row.layout}:"]

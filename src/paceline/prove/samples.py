@@ -13,7 +13,7 @@ from paceline.engine import microbatches
 from paceline.engine.batch import batch_size, map_leaves
 from paceline.errors import DataError
 
-Cut = Callable[[int], list[list[int]]]
+SampleCut = Callable[[int], list[list[int]]]
 """From the number of samples in a batch to the samples of each microbatch."""
 
 
@@ -46,7 +46,7 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def cutting(cut: Cut) -> contextlib.AbstractContextManager[None]:
+def cutting(cut: SampleCut) -> contextlib.AbstractContextManager[None]:
     """While it lasts, steps of engines in this process cut their batches by ``cut``."""
 
     def split(batch: Any, most: int | None) -> list[Any]:

@@ -16,7 +16,7 @@ from paceline.parallel.dtensor import cuts
 from paceline.parallel.spread import data_ranks
 from paceline.sync.compressed.ddp_hook import Hook
 from paceline.sync.compressed.exchange import Exchange
-from paceline.sync.compressed.scatter import Cut, Scatter
+from paceline.sync.compressed.scatter import CutParameter, Scatter
 from paceline.sync.hierarchical import Hierarchical, Levels
 from paceline.sync.wire import Wire
 from paceline.world import World
@@ -91,7 +91,7 @@ class GradientAveraging:
 
     def scatter(self, parameters: Sequence[UnitParameter], slot: int) -> Callable[[Tensor], Tensor]:
         """For FSDP."""
-        cuts = [Cut(name, shape) for name, shape in parameters]
+        cuts = [CutParameter(name, shape) for name, shape in parameters]
         return Scatter(self.exchange, cuts, slot).sum
 
     def forget(self) -> None:

@@ -52,7 +52,7 @@ class LocalSGD:
         self._late = LateQueue(replica.device, stop=nonfinite == "stop")
         # Replicas leave at different times: what they are sending each other must arrive.
         self._world.before_close(self._late.finish)
-        self._world.before_close(self.loop.close)
+        self._world.before_close(self.loop.courier.close)  # not the loop: it holds the model
 
     @property
     def averaging(self) -> GradientAveraging | None:

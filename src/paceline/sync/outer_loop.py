@@ -50,7 +50,7 @@ class OuterLoop:
         """One for each fragment."""
         self._replica, self._world, self._checks = replica, replica.world, checks
         self.wire = _make_wire(replica.world)
-        self._courier = Courier()
+        self.courier = Courier()
         on_gpu = replica.device.type == "cuda"
         self._stream = torch.cuda.Stream(replica.device) if on_gpu else None
 
@@ -123,9 +123,9 @@ class OuterLoop:
             self._swap_parameters()
             _copy_into(buffers, own)
 
-    def close(self, seconds: float | None = None) -> None:
-        """End its thread, after what is under way; wait so long at most."""
-        self._courier.close(seconds)
+    def close(self) -> None:
+        """End its thread, after what is under way."""
+        self.courier.close()
 
     # ------------------------------------------------------------------ outer steps
 
@@ -177,7 +177,7 @@ class OuterLoop:
     def _send(self, outer_step: OuterStep, number: int) -> torch.futures.Future[Tensor]:
         """Exchange how far replicas came, beside the next steps."""
         if self._stream is None:
-            return self._courier.send(lambda: self._average(outer_step, number))
+            return self.courier.send(lambda: self._average(outer_step, number))
         stream = self._stream
         ready = torch.cuda.current_stream(self._replica.device).record_event()
 
@@ -185,7 +185,7 @@ class OuterLoop:
             stream.wait_event(ready)
             return self._average(outer_step, number)
 
-        return self._courier.send(beside, stream)
+        return self.courier.send(beside, stream)
 
     @torch.no_grad()
     def _average(self, outer_step: OuterStep, number: int) -> Tensor:

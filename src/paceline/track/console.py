@@ -14,8 +14,8 @@ from paceline.untrusted import printable
 class SafeConsole(Console):
     """A console for text from files and from other machines.
 
-    Control characters in a text are shown as escapes, and brackets are no markup. Whoever reads
-    the output and leaves is told of as ``BrokenPipeError``, as for any other stream.
+    Control characters in a text are shown as escapes, and brackets are no markup. When
+    the reader of the output goes away, that is a ``BrokenPipeError``, as for any other stream.
     """
 
     def __init__(self, **options: Any) -> None:

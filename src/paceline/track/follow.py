@@ -98,7 +98,7 @@ class _Feed:
         self.thread = threading.Thread(target=self._run, name="paceline-feed", daemon=True)
         self._run_dir = run_dir
         self._tail = Tail(run_dir / FILE_NAME, from_end=True)
-        # Whoever speaks to the user comes last, to be able to tell of the others' troubles.
+        # The progress display comes last, to be able to show the warnings of the others.
         self._trackers = sorted(trackers, key=lambda t: isinstance(t, Progress))
         for tracker in self._trackers:
             if isinstance(tracker, Recorder):

@@ -34,8 +34,8 @@ class Progress:
         try:
             self._show(event)
         except (OSError, ValueError):
-            # Nobody is looking any more (closed pipe, hung-up terminal). That is not the run's
-            # trouble, and there is nobody to tell.
+            # The reader is gone (closed pipe, hung-up terminal). That does not concern the run,
+            # and there is nowhere to report it.
             self._gone = True
 
     def close(self) -> None:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.diagnose.pulse import PHASES
-from paceline.diagnose.stragglers import Verdicts, find
+from paceline.diagnose.stragglers import StragglerFilter, find_straggler
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of
-from paceline.engine.step_timing import Clock, make_clock
+from paceline.engine.step_timing import StepClock, make_clock
 from paceline.events import Event, StepSplit
 from paceline.sync.late_numbers import LAG
 from paceline.world import collectives
@@ -39,11 +39,11 @@ class StepSplits:
         # Events on a GPU's stream are read when the host, which runs ahead, has waited for them.
         self._lag = 0 if engine.device.type == "cpu" else 2
         self._steps_run = 0
-        self._running: Clock | None = None
+        self._running: StepClock | None = None
         self._ended: list[_Ended] = []
         self._told: list[_Told] = []
         self._hosts: list[str] = []
-        self._verdicts = Verdicts()
+        self._verdicts = StragglerFilter()
 
     def after(self, step: int) -> None:
         """``step`` is done, and nothing else since."""
@@ -92,14 +92,14 @@ class StepSplits:
         self._report(StepSplit(step=told.step, steps=self._steps, phases=phases))
         layout = self._engine.layout
         stages = [layout.place(rank).pp for rank in range(self._world.size)]
-        found = find(phases, self._hosts, alike=stages, step=told.step)
+        found = find_straggler(phases, self._hosts, alike=stages, step=told.step)
         if (verdict := self._verdicts.add(found)) is not None:
             self._report(verdict)
 
 
 class _Ended(NamedTuple):
     step: int
-    clock: Clock
+    clock: StepClock
 
 
 class _Told(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.diagnose.hangs import flight
-from paceline.diagnose.hangs.watch import Member, Watch
+from paceline.diagnose.hangs import flight_recorder
+from paceline.diagnose.hangs.watch import Watch, WatchedRank
 from paceline.diagnose.pulse import Pulse
 from paceline.errors import WorldError
 from paceline.launch.environment import Environment, loopback_interfaces
@@ -133,7 +133,7 @@ def join(
 def record_collectives(env: Environment | None) -> None:
     """Have torch record the collectives of the world to come, where there will be a watch."""
     if _can_be_watched(env):
-        flight.switch_on()
+        flight_recorder.switch_on()
 
 
 def start_watch(env: Environment, pulse: Pulse, after: float) -> Watch | None:
@@ -142,7 +142,7 @@ def start_watch(env: Environment, pulse: Pulse, after: float) -> Watch | None:
         return None
     address, port, restarts = _store_key(env)
     world = (restarts, _worlds_joined.get((address, port, restarts), 0))
-    watch = Watch(Member(env.rank, env.size, address, port, world), pulse, after)
+    watch = Watch(WatchedRank(env.rank, env.size, address, port, world), pulse, after)
     watch.start()
     return watch
 

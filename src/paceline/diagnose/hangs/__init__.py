@@ -1,1 +1,1 @@
-"""Hangs, named: a watch over each rank, and a verdict over what all of them tell."""
+"""Finding hangs: a watch over each rank, and a diagnosis from the reports of all of them."""

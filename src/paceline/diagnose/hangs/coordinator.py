@@ -1,4 +1,4 @@
-"""Looks at the signs of life of all ranks; asks, judges and tells when they stop moving.
+"""Looks at the heartbeats of all ranks, and asks for reports and diagnoses when they stop moving.
 
 Runs in the launcher of the first machine, or in a rank where nobody launches (see ``watch``). It
 never waits: :meth:`Coordinator.tick` is called again and again, and takes things one step further.
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from paceline.diagnose.hangs.board import Board
-from paceline.diagnose.hangs.mismatch import Comparison, Mismatch
-from paceline.diagnose.hangs.report import UNREACHABLE, Beat, Report
-from paceline.diagnose.hangs.verdict import Finding, judge, judge_mismatch
+from paceline.diagnose.hangs.diagnosis import HangDiagnosis, diagnose_hang, diagnose_mismatch
+from paceline.diagnose.hangs.heartbeat import UNREACHABLE, Heartbeat, RankReport
+from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore
+from paceline.diagnose.hangs.mismatch import CallComparison, Mismatch
 
-# A slow machine may hold up a sign of life for this long without anything being wrong.
+# A slow machine may hold up a heartbeat for this long without anything being wrong.
 _SILENCE = 2.0
 _MOVING_SECONDS = 1.0
 _PACE_FACTOR = 3.0
@@ -25,7 +25,7 @@ _ACT_FACTOR_BEFORE_FIRST_STEP = 10.0
 
 
 @dataclass(frozen=True)
-class Over:
+class HangEnded:
     """What stood still moves again."""
 
     step: int | None
@@ -34,14 +34,14 @@ class Over:
 
 @dataclass(frozen=True)
 class Standing:
-    """A rank's latest sign of life, and how long it has not moved by now."""
+    """A rank's latest heartbeat, and how long it has not moved by now."""
 
-    beat: Beat
+    beat: Heartbeat
     seconds: float
     silent: bool = False
 
 
-def limit_of(beats: Mapping[int, Beat]) -> float:
+def limit_of(beats: Mapping[int, Heartbeat]) -> float:
     """Seconds without movement that are a hang: as set, or three times the longest step so far."""
     after = max(beat.after for beat in beats.values())
     return max(after, _PACE_FACTOR * max(beat.longest_step for beat in beats.values()))
@@ -59,7 +59,7 @@ def is_suspicious(standings: Mapping[int, Standing], limit: float) -> bool:
     )
 
 
-def is_due(finding: Finding, seconds: float, limit: float, after: float) -> bool:
+def is_due(finding: HangDiagnosis, seconds: float, limit: float, after: float) -> bool:
     """Whether it has stood for so long that something must be done.
 
     Before the first step there is little to go by, and starting can take long: more patience then.
@@ -72,23 +72,27 @@ def is_due(finding: Finding, seconds: float, limit: float, after: float) -> bool
 
 
 class Coordinator:
-    """Judges the world on one board; ``tell`` hears of each finding and of its end."""
+    """Diagnoses one world; ``tell`` is called with each finding, and when it is over."""
 
     def __init__(
-        self, board: Board, world_size: int, *, tell: Callable[[Finding | Over], None]
+        self,
+        store: HeartbeatStore,
+        world_size: int,
+        *,
+        tell: Callable[[HangDiagnosis | HangEnded], None],
     ) -> None:
-        self._board, self._ranks, self._tell = board, range(world_size), tell
+        self._store, self._ranks, self._tell = store, range(world_size), tell
         self._world: tuple[int, int] = (-1, -1)
         self._forget()
 
     def _forget(self) -> None:
         self._seen: dict[int, tuple[int, float]] = {}
-        self._comparison = Comparison()
+        self._comparison = CallComparison()
         self._mismatch: Mismatch | None = None
         self._question: int | None = None
         self._collect_until = 0.0
         self._not_before = 0.0
-        self._finding: Finding | None = None
+        self._finding: HangDiagnosis | None = None
         self._found: dict[int, tuple[int, int]] = {}
         self._found_at = 0.0
         self._moving_since: float | None = None
@@ -109,11 +113,11 @@ class Coordinator:
         elif self._question is not None:
             self._collect(now)
         elif now >= self._not_before and is_suspicious(self._standings, self._limit):
-            self._question = self._board.ask()
+            self._question = self._store.ask()
             after = max(beat.after for beat in beats.values())
             self._collect_until = now + min(2.0, max(1.2, after / 3))
 
-    def due(self) -> Finding | None:
+    def due(self) -> HangDiagnosis | None:
         """The finding that something must be done about, if it has come to that."""
         finding = self._finding
         if finding is None:
@@ -122,16 +126,16 @@ class Coordinator:
         seconds = self._seconds(finding)
         return finding if is_due(finding, seconds, self._limit, after) else None
 
-    def _beats_of_this_world(self) -> dict[int, Beat]:
+    def _beats_of_this_world(self) -> dict[int, Heartbeat]:
         """Without those left over from an earlier world in the same store."""
-        beats = self._board.beats(self._ranks)
+        beats = self._store.beats(self._ranks)
         world = max((beat.world for beat in beats.values()), default=self._world)
         if world != self._world:
             self._forget()
             self._world = world
         return {rank: beat for rank, beat in beats.items() if beat.world == world}
 
-    def _standing(self, beat: Beat, now: float) -> Standing:
+    def _standing(self, beat: Heartbeat, now: float) -> Standing:
         number, since = self._seen.get(beat.rank, (-1, now))
         if number != beat.number:
             number, since = self._seen[beat.rank] = beat.number, now
@@ -140,22 +144,22 @@ class Coordinator:
         return Standing(beat, beat.still + (silence if silent else 0.0), silent)
 
     def _compare(self) -> None:
-        mismatch = self._comparison.add(self._board.digests(self._standings))
+        mismatch = self._comparison.add(self._store.digests(self._standings))
         self._mismatch = self._mismatch or mismatch
-        # Not in the middle of a hang: if that comes of it, the verdict names it, with stacks.
+        # Not in the middle of a hang: if that comes of it, the diagnosis names it, with stacks.
         if self._mismatch is not None and self._question is None and self._finding is None:
             steps = [s.beat.step for s in self._standings.values() if s.beat.step is not None]
-            self._tell(judge_mismatch(self._mismatch, max(steps, default=None)))
+            self._tell(diagnose_mismatch(self._mismatch, max(steps, default=None)))
             self._mismatch = None
 
     def _collect(self, now: float) -> None:
         assert self._question is not None
-        there = self._board.answered(self._question, self._standings)
+        there = self._store.answered(self._question, self._standings)
         if len(there) < len(self._standings) and now < self._collect_until:
             return
-        reports = self._board.reports(self._question, self._standings)
+        reports = self._store.reports(self._question, self._standings)
         self._question = None
-        finding = judge(self._complete(reports), self._limit)
+        finding = diagnose_hang(self._complete(reports), self._limit)
         if finding is None:
             self._not_before = now + self._limit / 2
             return
@@ -165,14 +169,14 @@ class Coordinator:
         self._found = {r: self._standings[r].beat.progress for r in finding.involved}
         self._tell(finding)
 
-    def _complete(self, reports: dict[int, Report]) -> dict[int, Report]:
-        """With what the last signs of life tell of ranks nobody answered for."""
+    def _complete(self, reports: dict[int, RankReport]) -> dict[int, RankReport]:
+        """With what the last heartbeats say about ranks nobody answered for."""
         complete = {}
         for rank in set(self._ranks) - set(self._standings):
-            complete[rank] = Report(rank=rank, state=UNREACHABLE, seconds=self._limit)
+            complete[rank] = RankReport(rank=rank, state=UNREACHABLE, seconds=self._limit)
         for rank, standing in self._standings.items():
             beat = standing.beat
-            report = reports.get(rank) or Report(
+            report = reports.get(rank) or RankReport(
                 rank=rank,
                 state=UNREACHABLE,
                 host=beat.host,
@@ -180,13 +184,13 @@ class Coordinator:
                 step=beat.step,
                 phase=beat.phase,
                 paced=beat.paced,
-                places=beat.places,
+                groups=beat.groups,
             )
             seconds = max(report.seconds, standing.seconds)
             complete[rank] = dataclasses.replace(report, seconds=seconds)
         return complete
 
-    def _seconds(self, finding: Finding) -> float:
+    def _seconds(self, finding: HangDiagnosis) -> float:
         """How long those involved have stood still by now."""
         there = [self._standings[r] for r in finding.involved if r in self._standings]
         told = [s.seconds for s in there if not s.beat.left and not s.silent]
@@ -204,4 +208,4 @@ class Coordinator:
         elif now - self._moving_since >= _MOVING_SECONDS:
             stood = self._finding.seconds + self._moving_since - self._found_at
             self._finding, self._found = None, {}
-            self._tell(Over(max((b.step or 0 for b in moved), default=None) or None, stood))
+            self._tell(HangEnded(max((b.step or 0 for b in moved), default=None) or None, stood))

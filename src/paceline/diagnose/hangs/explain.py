@@ -1,11 +1,10 @@
-"""Findings in words: one line for a console, the whole report for whoever looks closer. Pure."""
+"""Findings in words: one line for a console, the whole report for a closer look. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.diagnose.hangs.mismatch import Mismatch, words
-from paceline.diagnose.hangs.report import (
+from paceline.diagnose.hangs.heartbeat import (
     ANSWERS,
     GONE,
     LEFT,
@@ -13,10 +12,11 @@ from paceline.diagnose.hangs.report import (
     STOPPED,
     UNREACHABLE,
     Call,
-    Report,
+    RankReport,
 )
+from paceline.diagnose.hangs.mismatch import Mismatch, words
 from paceline.diagnose.hangs.stacks import spot
-from paceline.diagnose.hangs.waits import Meeting, Waits
+from paceline.diagnose.hangs.waits import OpenCollective, Waits
 from paceline.formatting import ranks_text
 
 _NATIVE = "is in native code that does not give Python's interpreter back"
@@ -32,31 +32,33 @@ _DOING = {
 }
 
 
-def meeting_text(meeting: Meeting) -> str:
+def collective_text(collective: OpenCollective) -> str:
     """``all_reduce #12 [1024] float32 of ranks 0 and 1``."""
-    backend, name, ranks = meeting.key
-    call = _numbered(meeting.call, meeting.number)
+    backend, name, ranks = collective.key
+    call = _numbered(collective.call, collective.number)
     return f"{call} of {ranks_text(ranks)} ({backend} group {name!r})"
 
 
-def summary(what: str, ranks: tuple[int, ...], reports: Mapping[int, Report], waits: Waits) -> str:
+def summary(
+    what: str, ranks: tuple[int, ...], reports: Mapping[int, RankReport], waits: Waits
+) -> str:
     """The finding in one line."""
     if what == "deadlock":
         return f"{ranks_text(ranks)} wait for each other: " + "; ".join(
             f"rank {rank} in {_wait_text(reports[rank], waits)}" for rank in ranks
         )
     if what == "network":
-        meeting = next(m for m in waits.meetings if ranks[0] in m.inside)
+        collective = next(m for m in waits.collectives if ranks[0] in m.inside)
         return (
-            f"{ranks_text(meeting.inside)} have all reached {meeting_text(meeting)} and it does "
-            "not end: the network between them, or the backend"
+            f"{ranks_text(collective.inside)} have all reached {collective_text(collective)} and "
+            "it does not end: the network between them, or the backend"
         )
     told = "; ".join(f"rank {rank} {doing(reports[rank])}" for rank in ranks[:3])
     more = f"; and {len(ranks) - 3} more" if len(ranks) > 3 else ""
     return f"{_missing_text(ranks, reports, waits)}: {told}{more}"
 
 
-def doing(report: Report) -> str:
+def doing(report: RankReport) -> str:
     """What a rank does instead of coming."""
     if report.state == STOPPED:
         return "is stopped (SIGSTOP or a debugger; kill -CONT lets it go on)"
@@ -81,7 +83,7 @@ def detail(
     seconds: float,
     step: int | None,
     ranks: tuple[int, ...],
-    reports: Mapping[int, Report],
+    reports: Mapping[int, RankReport],
     waits: Waits,
 ) -> str:
     """The whole report: the line, every rank, and the stacks of those to blame."""
@@ -90,7 +92,7 @@ def detail(
     return f"{head}\n{rank_lines(reports, waits)}{stack_texts(reports, ranks)}"
 
 
-def rank_lines(reports: Mapping[int, Report], waits: Waits) -> str:
+def rank_lines(reports: Mapping[int, RankReport], waits: Waits) -> str:
     """One line for each rank; ranks that say the same share one."""
     lines: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
@@ -98,7 +100,7 @@ def rank_lines(reports: Mapping[int, Report], waits: Waits) -> str:
     return "\n".join(f"  {ranks_text(ranks)}: {line}" for line, ranks in lines.items())
 
 
-def stack_texts(reports: Mapping[int, Report], ranks: Sequence[int]) -> str:
+def stack_texts(reports: Mapping[int, RankReport], ranks: Sequence[int]) -> str:
     """The Python stacks of these ranks."""
     texts = []
     for rank in ranks:
@@ -150,7 +152,7 @@ def _after_mismatch(mismatch: Mismatch) -> str:
     )
 
 
-def last_words(last: Sequence[Call], neighbours: Sequence[Report]) -> str:
+def last_words(last: Sequence[Call], neighbours: Sequence[RankReport]) -> str:
     """Where a rank was when an error ended it: ``in all_reduce #4 …; rank 1 left the run``."""
     parts = []
     if last:
@@ -170,15 +172,15 @@ def _numbered(call: Call | None, number: int) -> str:
     return f"{op} #{number} {rest}".strip()
 
 
-def _missing_text(ranks: tuple[int, ...], reports: Mapping[int, Report], waits: Waits) -> str:
-    meetings = [m for m in waits.meetings if set(m.missing) & set(ranks)]
-    if meetings:
-        meeting = max(meetings, key=lambda m: len(m.inside))
-        missing = ranks_text([r for r in ranks if r in meeting.missing])
-        verb = "is" if len([r for r in ranks if r in meeting.missing]) == 1 else "are"
+def _missing_text(ranks: tuple[int, ...], reports: Mapping[int, RankReport], waits: Waits) -> str:
+    collectives = [m for m in waits.collectives if set(m.missing) & set(ranks)]
+    if collectives:
+        collective = max(collectives, key=lambda m: len(m.inside))
+        missing = ranks_text([r for r in ranks if r in collective.missing])
+        verb = "is" if len([r for r in ranks if r in collective.missing]) == 1 else "are"
         return (
-            f"{missing} {verb} missing from {meeting_text(meeting)}, in which "
-            f"{ranks_text(meeting.inside)} {'wait' if len(meeting.inside) > 1 else 'waits'}"
+            f"{missing} {verb} missing from {collective_text(collective)}, in which "
+            f"{ranks_text(collective.inside)} {'wait' if len(collective.inside) > 1 else 'waits'}"
         )
     waiting = [r for r, targets in waits.edges.items() if targets & set(ranks)]
     if waiting:
@@ -189,9 +191,9 @@ def _missing_text(ranks: tuple[int, ...], reports: Mapping[int, Report], waits: 
     return f"{ranks_text(ranks)} do{'es' if len(ranks) == 1 else ''} not move"
 
 
-def _rank_line(report: Report, waits: Waits) -> str:
+def _rank_line(report: RankReport, waits: Waits) -> str:
     step = "" if report.step is None else f"step {report.step}, "
-    inside = [m for m in waits.meetings if report.rank in m.inside]
+    inside = [m for m in waits.collectives if report.rank in m.inside]
     if report.state != ANSWERS:
         return f"{step}{doing(report)}"
     at = spot(report.stack, phase=report.phase, kernel=report.kernel)
@@ -202,14 +204,14 @@ def _rank_line(report: Report, waits: Waits) -> str:
     return f"{step}{doing(report)}{past}"
 
 
-def _wait_text(report: Report, waits: Waits) -> str:
+def _wait_text(report: RankReport, waits: Waits) -> str:
     if report.message is not None:
         return _message_text(report)
-    inside = [m for m in waits.meetings if report.rank in m.inside]
-    return " and ".join(meeting_text(m) for m in inside) or "nothing that is on record"
+    inside = [m for m in waits.collectives if report.rank in m.inside]
+    return " and ".join(collective_text(m) for m in inside) or "nothing that is on record"
 
 
-def _message_text(report: Report) -> str:
+def _message_text(report: RankReport) -> str:
     assert report.message is not None
     direction = "to" if report.message.op == "send" else "from"
     peer = "any rank" if report.message.peer is None else f"rank {report.message.peer}"

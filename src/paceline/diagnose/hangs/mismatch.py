@@ -1,4 +1,4 @@
-"""Ranks that meet in one collective with different calls, told apart from those that may differ.
+"""Ranks that make different calls in one collective, where the calls have to be the same.
 
 Gloo answers different dtypes with garbage and no error, other differences with a hang or an abort.
 Every few seconds each rank posts a digest of what it called; the digests are compared, so that a
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from paceline.diagnose.hangs.report import Call, GroupKey
+from paceline.diagnose.hangs.heartbeat import Call, GroupKey
 from paceline.launch.messages import BadMessage, decode
 
 # In these every rank brings as much as every other, of the same kind.
@@ -106,8 +106,8 @@ class _Digest:
     groups: list[tuple[str, str, list[int], list[tuple[int, int]]]]
 
 
-class Comparison:
-    """Compares digests as they come in; tells each group's first mismatch once."""
+class CallComparison:
+    """Compares digests as they come in; reports each group's first mismatch once."""
 
     def __init__(self) -> None:
         self._latest: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""The launcher's part in the watch over its ranks: leads it, and speaks for ranks that cannot.
+"""The launcher's part in the watch over its ranks: it leads, and reports on unresponsive ranks.
 
 Made for :class:`paceline.launch.hang_watcher.HangWatcher`. On every machine a thread answers for
 the machine's silent ranks; on the first one it also leads: looks at all ranks, judges, and tells
@@ -22,9 +22,9 @@ from paceline.launch.hang_watcher import DetectedHang, StartedRanks
 from paceline.untrusted import printable
 
 if TYPE_CHECKING:
-    from paceline.diagnose.hangs.board import Board
-    from paceline.diagnose.hangs.coordinator import Over
-    from paceline.diagnose.hangs.verdict import Finding
+    from paceline.diagnose.hangs.coordinator import HangEnded
+    from paceline.diagnose.hangs.diagnosis import HangDiagnosis
+    from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore
 
 Action = Literal["restart", "stop", "wait"]
 _TICK_SECONDS = 0.3
@@ -78,12 +78,12 @@ class HangOverseer:
             self._thread.join(timeout=2.0)
             self._thread = None
 
-    def tell(self, news: Finding | Over) -> None:
+    def tell(self, news: HangDiagnosis | HangEnded) -> None:
         """Pass on what was found, or that it is over."""
-        from paceline.diagnose.hangs.verdict import Finding
+        from paceline.diagnose.hangs.diagnosis import HangDiagnosis
 
         event: Event
-        if isinstance(news, Finding):
+        if isinstance(news, HangDiagnosis):
             event = HangFound(
                 step=news.step,
                 seconds=news.seconds,
@@ -103,7 +103,7 @@ class HangOverseer:
             with contextlib.suppress(OSError, ValueError):
                 self._say(text)
 
-    def act_on(self, finding: Finding) -> None:
+    def act_on(self, finding: HangDiagnosis) -> None:
         """Have the agent do something about it; it asks by :meth:`look`."""
         if self._action != "wait":
             self._stuck = DetectedHang(
@@ -126,34 +126,34 @@ class _Overseeing:
 
     def run(self) -> None:
         """Until the ranks have ended, or their store has."""
-        from paceline.diagnose.hangs.board import Board, BoardGone
         from paceline.diagnose.hangs.coordinator import Coordinator
+        from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore, StoreGone
 
         world = self._world
         try:
-            board = Board(world.address, world.port)
+            store = HeartbeatStore(world.address, world.port)
             leads = world.node == 0
-            coordinator = Coordinator(board, world.world_size, tell=self._overseer.tell)
+            coordinator = Coordinator(store, world.world_size, tell=self._overseer.tell)
             while not self._end.wait(_TICK_SECONDS):
                 self._ticks += 1
                 if leads:
-                    with self._errors.reported(but=(BoardGone,)):
-                        board.show_lead(0, self._ticks)
+                    with self._errors.reported(but=(StoreGone,)):
+                        store.show_lead(0, self._ticks)
                         coordinator.tick()
                         if (finding := coordinator.due()) is not None:
                             self._overseer.act_on(finding)
-                with self._errors.reported(but=(BoardGone,)):
-                    self._speak_for_silent_ranks(board)
-        except BoardGone:
+                with self._errors.reported(but=(StoreGone,)):
+                    self._speak_for_silent_ranks(store)
+        except StoreGone:
             return
 
-    def _speak_for_silent_ranks(self, board: Board) -> None:
-        from paceline.diagnose.hangs.stand_in import answer_for_neighbours, started_here
+    def _speak_for_silent_ranks(self, store: HeartbeatStore) -> None:
+        from paceline.diagnose.hangs.unresponsive import answer_for_neighbours, started_here
 
-        question = board.asked()
+        question = store.asked()
         if question > self._question:
             self._question, self._asked_at = question, self._ticks
         if self._asked_at and self._ticks - self._asked_at >= _PATIENCE_TICKS:
             self._asked_at = 0
             ranks = self._world.ranks
-            answer_for_neighbours(board, question, list(ranks), started_here(ranks))
+            answer_for_neighbours(store, question, list(ranks), started_here(ranks))

@@ -1,4 +1,4 @@
-"""Python stacks: of this process's training thread, and of one that cannot speak for itself.
+"""Python stacks: of this process's training thread, and of a process that does not answer.
 
 The second kind is written by ``faulthandler`` when a signal comes, without the interpreter's help,
 so that a rank whose native code never gives it back shows where it is all the same. No rights of a
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from paceline.diagnose.hangs.report import Frame, Message
+from paceline.diagnose.hangs.heartbeat import Frame, PointToPoint
 
 STACK_SIGNAL = signal.SIGUSR2
 STACK_FILE_NAME = "paceline-stacks"
@@ -31,7 +31,7 @@ _MESSAGE_CALLS = {
 }
 
 
-def main_stack() -> tuple[tuple[Frame, ...], Message | None]:
+def main_stack() -> tuple[tuple[Frame, ...], PointToPoint | None]:
     """The stack of this process's main thread, outermost first, and the message it waits for."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames: list[Frame] = []
@@ -48,14 +48,14 @@ def main_stack() -> tuple[tuple[Frame, ...], Message | None]:
     return tuple(without_launcher(frames)), message
 
 
-def _message(frame: FrameType) -> Message | None:
+def _message(frame: FrameType) -> PointToPoint | None:
     """The point-to-point call of torch that ``frame`` is, with its peer as its caller named it."""
     names = _MESSAGE_CALLS.get(frame.f_code.co_name)
     if names is None or not frame.f_code.co_filename.endswith("distributed_c10d.py"):
         return None
     values = frame.f_locals
     peer = next((values[n] for n in names if isinstance(values.get(n), int)), None)
-    return Message(frame.f_code.co_name.removeprefix("i"), peer)
+    return PointToPoint(frame.f_code.co_name.removeprefix("i"), peer)
 
 
 def without_launcher(frames: Iterable[Frame]) -> list[Frame]:

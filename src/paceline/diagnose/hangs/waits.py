@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.diagnose.hangs.report import ANSWERS, Call, GroupKey, Report
+from paceline.diagnose.hangs.heartbeat import ANSWERS, Call, GroupKey, RankReport
 from paceline.diagnose.hangs.stacks import spot
 
 
 @dataclass(frozen=True)
-class Meeting:
+class OpenCollective:
     """A collective that is not over: who is in it, who has not come, and what it is, if known."""
 
     key: GroupKey
@@ -28,7 +28,7 @@ class Meeting:
 class Waits:
     """All waits of a world. ``edges`` maps a rank to those it waits for."""
 
-    meetings: tuple[Meeting, ...]
+    collectives: tuple[OpenCollective, ...]
     edges: dict[int, frozenset[int]]
     waiting: frozenset[int]
 
@@ -49,15 +49,15 @@ class Waits:
         return []
 
 
-def find_waits(reports: Mapping[int, Report]) -> Waits:
+def find_waits(reports: Mapping[int, RankReport]) -> Waits:
     """The waits that these reports show."""
-    meetings = _meetings(reports)
+    collectives = _open_collectives(reports)
     edges: dict[int, set[int]] = {}
     waiting: set[int] = set()
-    for meeting in meetings:
-        waiting |= set(meeting.inside)
-        for rank in meeting.inside:
-            edges.setdefault(rank, set()).update(meeting.missing)
+    for collective in collectives:
+        waiting |= set(collective.inside)
+        for rank in collective.inside:
+            edges.setdefault(rank, set()).update(collective.missing)
     for rank, report in reports.items():
         if report.message is not None:
             waiting.add(rank)
@@ -65,13 +65,13 @@ def find_waits(reports: Mapping[int, Report]) -> Waits:
                 edges.setdefault(rank, set()).add(report.message.peer)
     _break_false_cycles(reports, edges)
     return Waits(
-        meetings=tuple(meetings),
+        collectives=tuple(collectives),
         edges={rank: frozenset(targets - {rank}) for rank, targets in edges.items()},
         waiting=frozenset(waiting),
     )
 
 
-def _break_false_cycles(reports: Mapping[int, Report], edges: dict[int, set[int]]) -> None:
+def _break_false_cycles(reports: Mapping[int, RankReport], edges: dict[int, set[int]]) -> None:
     """A rank that began a collective in the background and is busy elsewhere waits for nobody.
 
     Only where there is no other explanation: a stack does not always show a wait.
@@ -85,7 +85,7 @@ def _break_false_cycles(reports: Mapping[int, Report], edges: dict[int, set[int]
             edges[rank] = set()
 
 
-def _shows_wait(report: Report) -> bool:
+def _shows_wait(report: RankReport) -> bool:
     if report.state != ANSWERS:
         return False
     if not report.stack:
@@ -94,11 +94,11 @@ def _shows_wait(report: Report) -> bool:
     return doing in ("collective", "message", "saving")
 
 
-def _meetings(reports: Mapping[int, Report]) -> list[Meeting]:
+def _open_collectives(reports: Mapping[int, RankReport]) -> list[OpenCollective]:
     begun: dict[GroupKey, dict[int, int]] = {}
     open_numbers: dict[tuple[GroupKey, int], list[int]] = {}
     for rank, report in sorted(reports.items()):
-        for place in report.places:
+        for place in report.groups:
             begun.setdefault(place.key, {})[rank] = place.begun
             if place.begun > place.done:
                 number = _first_open(report, place.key, place.done + 1)
@@ -110,11 +110,11 @@ def _meetings(reports: Mapping[int, Report]) -> list[Meeting]:
             (c for r in inside for c in reports[r].calls if c.key == key and c.number == number),
             None,
         )
-        found.append(Meeting(key, number, tuple(inside), tuple(missing), call))
+        found.append(OpenCollective(key, number, tuple(inside), tuple(missing), call))
     return found
 
 
-def _first_open(report: Report, key: GroupKey, fallback: int) -> int:
+def _first_open(report: RankReport, key: GroupKey, fallback: int) -> int:
     """The first call that is not over; calls may end out of order, so the record knows best."""
     numbers = [c.number for c in report.calls if c.key == key and not c.done]
     return min(numbers, default=fallback)

@@ -139,7 +139,7 @@ def faults(attempts: Sequence[Attempt]) -> list[RunFault]:
 def standstills(attempt: Attempt) -> list[tuple[HangFound, HangOver | None]]:
     """The hangs of an attempt, each with the event that ended it, where it went on by itself.
 
-    A hang that is reported again while it lasts is one hang, told by its last report.
+    A hang that is reported again while it lasts is one hang, with its last report.
     """
     found: list[tuple[HangFound, HangOver | None]] = []
     lasts = False
@@ -175,7 +175,7 @@ def _first_step(attempt: Attempt, reached: int | None) -> int | None:
 
 
 def _fault_of(attempt: Attempt, step: int | None, *, ended: bool) -> RunFault | None:
-    """What ended an attempt, told by the event that says most about it."""
+    """What ended an attempt, from the event that says most about it."""
     unsaved = attempt.first(CheckpointFailed)
     base = RunFault(
         kind="cut_off",

@@ -1,4 +1,4 @@
-"""Why a run was struck: a fault and its evidence turned into a sentence and a next step.
+"""Why a run failed: a fault and its evidence turned into a sentence and a next step.
 
 Pure functions. What the record shows is stated; what is only likely says "probably".
 """
@@ -21,7 +21,7 @@ from paceline.formatting import duration, number
 class RootCause:
     """What went wrong, for a person: ``text`` says it, ``advice`` is the next step.
 
-    ``certain`` is false where ``text`` is a guess. ``shown`` are the lines that tell.
+    ``certain`` is false where ``text`` is a guess. ``shown`` are the lines that show it.
     """
 
     kind: str

@@ -146,10 +146,10 @@ def straggler_seconds(attempts: Sequence[Attempt]) -> dict[tuple[int, str, str],
 
 
 def _steps_as_slow(event: Straggler, splits: Sequence[StepSplit]) -> int:
-    """In how many steps of its attempt the rank was as slow as when it was told.
+    """In how many steps of its attempt the rank was as slow as when it was reported.
 
-    It is told once, however long it lasts. What its phase takes without the excess is what it took
-    then less what it cost; halfway between is the line.
+    It is reported once, however long it lasts. What its phase takes without the excess is what it
+    took then less what it cost; halfway between is the line.
     """
     then = next((s for s in splits if s.step == event.step), None)
     took = None if then is None else _seconds_of(event, then)

@@ -201,7 +201,7 @@ HANGS = {
     "deadlock": "ranks must enter their groups in the same order: compare their stacks",
     "network": "try the network between the machines with `paceline doctor`",
 }
-"""By the kind of a hang (``verdict.KINDS``): what to do."""
+"""By the kind of a hang (``hangs.diagnosis.KINDS``): what to do."""
 
 
 def rule_for(text: str) -> ErrorRule | None:

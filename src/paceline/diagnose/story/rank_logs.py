@@ -1,6 +1,6 @@
 """What the logs of ranks say about their end: tracebacks, dumps, last words.
 
-:func:`evidence_in` is a pure function over the text of a log; :class:`RankLogs` finds the log of a
+:func:`evidence_in` is a pure function over the text of a log; :class:`LogFolder` finds the log of a
 rank in a run folder, on whichever node and at whichever start it was written.
 """
 
@@ -94,7 +94,7 @@ class NoLogs:
         return []
 
 
-class RankLogs:
+class LogFolder:
     """The logs in a run folder: ``logs/[node<k>-<host>/][attempt<n>/]rank<r>.log``."""
 
     def __init__(self, folder: Path) -> None:

@@ -17,7 +17,7 @@ from paceline.diagnose.story.attempts import AS_ASKED, Attempt, RunFault, faults
 from paceline.diagnose.story.causes import RootCause, explain
 from paceline.diagnose.story.costs import RunCosts, costs_of
 from paceline.diagnose.story.minor_causes import minor_cause
-from paceline.diagnose.story.rank_logs import LogSource, NoLogs, RankLogs
+from paceline.diagnose.story.rank_logs import LogFolder, LogSource, NoLogs
 from paceline.diagnose.story.run_record import find_run, is_running, read_record
 from paceline.diagnose.story.timeline import TimelineEntry, timeline_of
 from paceline.events import (
@@ -53,7 +53,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Story:
-    """What there is to tell of a run.
+    """What happened in a run.
 
     ``state`` is ``done``, ``stopped`` (by its own rule), ``interrupted`` (it was told to stop),
     ``running``, ``gave_up``, ``failed`` or ``cut_off`` (no record of its end). ``cause`` is the
@@ -119,7 +119,7 @@ def of_run(path: str | os.PathLike[str] | None = None) -> Story:
     record = read_record(run)
     return tell(
         record.events,
-        RankLogs(run.logs),
+        LogFolder(run.logs),
         run=str(run),
         running=is_running(run, record.events),
         resumable=run.config.is_file(),

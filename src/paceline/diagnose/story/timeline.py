@@ -15,7 +15,7 @@ from paceline.formatting import number, samples_per_second
 class TimelineEntry:
     """One thing that happened; ``detail`` is all there is to say of it, in lines.
 
-    ``trouble`` marks what went wrong, ``minor`` what a short telling leaves out.
+    ``trouble`` marks what went wrong, ``minor`` what a short account leaves out.
     """
 
     time: float

@@ -18,7 +18,7 @@ from paceline.engine.context import StepContext
 from paceline.engine.microbatches import Microbatches
 from paceline.parallel import spread as spread_module
 from paceline.parallel.dtensor import cuts, local
-from paceline.prove.rehearsal import tied
+from paceline.prove.observed_run import tied
 from paceline.prove.samples import swapped, take
 from paceline.sync import replica as replica_module
 from paceline.sync.plain import PlainSync

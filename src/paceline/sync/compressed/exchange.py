@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.options import Compression, Form
-from paceline.sync.compressed.formats import HALF, Cast, Drawn, Format, Largest, Plain, Trip, Turn
+from paceline.sync.compressed.formats import HALF, Cast, Format, Plain, Trip, Turn
 from paceline.sync.compressed.powersgd import PowerSGD
-from paceline.sync.compressed.quantised import Quantised, int8, signs
+from paceline.sync.compressed.quantise import Quantised, int8, signs
+from paceline.sync.compressed.topk import RandomK, TopK
 from paceline.sync.wire import Wire, ring_bytes
 
 _NO_FORM = Form("none")
@@ -43,14 +44,14 @@ class Kept(NamedTuple):
 
 
 @dataclass
-class Memory:
+class ExchangeMemory:
     """What one rank's next step needs of the steps before; part of a checkpoint.
 
     In units of the gradient of the mean loss, whatever a scaler multiplies it with on the way.
     """
 
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    """What this rank has not sent yet, by parameter."""
+    """Residuals: what this rank has not sent yet, by parameter."""
     right: dict[str, Tensor] = field(default_factory=dict)
     """Where PowerSGD goes on, by parameter; equal on all ranks."""
     kept: dict[int, Kept] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Exchange:
     ) -> None:
         self.options = options
         self.wire = wire
-        self.memory = Memory()
+        self.memory = ExchangeMemory()
         self.loaded_kept: dict[str, Tensor] = {}
         """What rounding sums lost, by parameter, from a checkpoint: each bucket takes its part."""
         self.step = 0
@@ -88,7 +89,7 @@ class Exchange:
         self._whole = whole
         self._forms: dict[str, Form] = {}  # by parameter
         self._formats: dict[Form, Format | PowerSGD] = {}
-        self._next = Memory()
+        self._next = ExchangeMemory()
         self._all_sent: set[str] = set()
 
     @property
@@ -126,7 +127,7 @@ class Exchange:
             self.memory.right |= self._next.right
             self.memory.kept |= self._next.kept
             self.loaded_kept.clear()
-        self._next = Memory()
+        self._next = ExchangeMemory()
         self._all_sent.clear()
 
     def fold_kept(self) -> None:
@@ -208,9 +209,9 @@ class Exchange:
             self.leave(name, values[name].sub_(gradient) if self.feeds_back(codec) else None)
 
     def due(self, name: str, gradient: Tensor) -> Tensor:
-        """The gradient, and what earlier steps left behind of it, whatever form it is sent in.
+        """The gradient and its residual from earlier steps, whatever form it is sent in.
 
-        The very same tensor, where nothing was left.
+        The very same tensor, where there is no residual.
         """
         residual = self._next.residuals.get(name)
         if residual is None and name not in self._all_sent:
@@ -260,9 +261,9 @@ def make_format(form: Form, seed: int, *, in_stretches: bool = True) -> Format |
     if form.name in HALF:
         return Cast(HALF[form.name])
     if form.name == "topk":
-        return Largest(form.number or 0.0, then)
+        return TopK(form.number or 0.0, then)
     if form.name == "randomk":
-        return Drawn(form.number or 0.0, seed, then)
+        return RandomK(form.number or 0.0, seed, then)
     if form.name == "powersgd":
         return PowerSGD(int(form.number or 1), seed, then)
     if form.name == "int8":

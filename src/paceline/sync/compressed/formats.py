@@ -1,8 +1,9 @@
 """The forms in which a gradient can travel, each a mean over the ranks of what they sent.
 
 A format is given a flat gradient and tells three things: the mean over all ranks of what was sent,
-equal to the bit on all of them; what this rank itself sent, whose difference to the gradient is
-what error feedback sends later; and, where sums are rounded on their way, what that lost here.
+bitwise-identical on all of them; what this rank itself sent, whose difference to the gradient is
+the residual that error feedback sends later; and, where sums are rounded on their way, what that
+lost here.
 
 Formats remember nothing: what a later step needs is handed back, and given again.
 """
@@ -15,15 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.sync.compressed import topk as sparse
-from paceline.sync.compressed.packing import (
-    pack_positions,
-    packed_positions_size,
-    unpack_positions,
-)
 from paceline.sync.wire import Wire
 
-_MIX = 1_000_003
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -60,7 +54,7 @@ class Format(Protocol):
 
     @property
     def feedback(self) -> bool:
-        """Whether what is left behind has to be sent later for training to converge."""
+        """Whether the residual has to be sent later for training to converge."""
 
     def mean(self, values: Tensor, trip: Trip) -> Sent:
         """The mean over the ranks of ``values``, in this form. A collective."""
@@ -114,91 +108,6 @@ class Cast:
     def unpack(self, packed: Tensor, count: int, dtype: torch.dtype, turn: Turn) -> Tensor:
         """Back to ``dtype``."""
         return from_bytes(packed, self.dtype).to(dtype)
-
-
-@dataclass(frozen=True)
-class Largest:
-    """The largest elements, by size: where they are and what they are."""
-
-    ratio: float
-    dtype: torch.dtype | None = None
-    feedback = True
-
-    def mean(self, values: Tensor, trip: Trip) -> Sent:
-        """Positions and numbers in one message; every rank adds up all of them, in rank order."""
-        size = values.numel()
-        mean = torch.zeros_like(values)
-        own = None
-        for rank, message in enumerate(trip.wire.gather(self.pack(values, trip.turn))):
-            positions, numbers = self._read(message, size, values.dtype)
-            mean.index_add_(0, positions, numbers)
-            if rank == trip.wire.rank and trip.wants_own:
-                own = torch.zeros_like(values).index_copy_(0, positions, numbers)
-        return Sent(mean.div_(trip.wire.size), own)
-
-    def pack(self, values: Tensor, turn: Turn) -> Tensor:
-        """First where they are."""
-        size = values.numel()
-        positions = sparse.largest(values, sparse.how_many(size, self.ratio))
-        chosen = values[positions].to(self.dtype or values.dtype)
-        return torch.cat([pack_positions(positions, size), as_bytes(chosen)])
-
-    def unpack(self, packed: Tensor, count: int, dtype: torch.dtype, turn: Turn) -> Tensor:
-        """Zeros where nothing was sent."""
-        positions, numbers = self._read(packed, count, dtype)
-        return numbers.new_zeros(count).index_copy_(0, positions, numbers)
-
-    def _read(self, packed: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        count = sparse.how_many(size, self.ratio)
-        head = packed_positions_size(count, size)
-        numbers = from_bytes(packed[head:], self.dtype or dtype).to(dtype)
-        return unpack_positions(packed[:head].clone(), count, size), numbers
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Elements drawn by a seed that all ranks share: no positions travel, and sums do."""
-
-    ratio: float
-    seed: int = 0
-    dtype: torch.dtype | None = None
-    feedback = True
-
-    def mean(self, values: Tensor, trip: Trip) -> Sent:
-        """The same positions on every rank, others at every step."""
-        positions = self._positions(values.numel(), trip.turn, values.device)
-        sent = self._numbers.mean(self._chosen(values, positions), trip)
-        mean = torch.zeros_like(values).index_copy_(0, positions, sent.mean)
-        own = None
-        if sent.own is not None:
-            own = torch.zeros_like(values).index_copy_(0, positions, sent.own)
-        return Sent(mean, own)
-
-    def pack(self, values: Tensor, turn: Turn) -> Tensor:
-        """The numbers alone."""
-        positions = self._positions(values.numel(), turn, values.device)
-        return self._numbers.pack(self._chosen(values, positions), turn)
-
-    def unpack(self, packed: Tensor, count: int, dtype: torch.dtype, turn: Turn) -> Tensor:
-        """Zeros where nothing was drawn."""
-        positions = self._positions(count, turn, packed.device)
-        numbers = self._numbers.unpack(packed, len(positions), dtype, turn)
-        return numbers.new_zeros(count).index_copy_(0, positions, numbers)
-
-    @property
-    def _numbers(self) -> Plain | Cast:
-        return Plain() if self.dtype is None else Cast(self.dtype)
-
-    def _positions(self, size: int, turn: Turn, device: torch.device) -> Tensor:
-        seed = ((self.seed * _MIX + turn.step) * _MIX + turn.slot) % 2**63
-        return sparse.drawn(size, sparse.how_many(size, self.ratio), seed, device)
-
-    @staticmethod
-    def _chosen(values: Tensor, positions: Tensor) -> Tensor:
-        """Those drawn; one of them tells of a number elsewhere that is not finite."""
-        chosen = values[positions]
-        chosen[0] += values.abs().amax() * 0
-        return chosen
 
 
 def as_bytes(values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from paceline.sync.compressed.powersgd import PowerSGD
 from paceline.sync.wire import ring_bytes
 
 
-class Cut(NamedTuple):
+class CutParameter(NamedTuple):
     """A parameter that is cut along its first dimension, the last piece filled up with zeros."""
 
     name: str
@@ -52,7 +52,7 @@ class Cut(NamedTuple):
 class Scatter:
     """The exchange of one unit, whose gradients lie in a row for each rank, ``cuts`` in order."""
 
-    def __init__(self, exchange: Exchange, cuts: Sequence[Cut], slot: int) -> None:
+    def __init__(self, exchange: Exchange, cuts: Sequence[CutParameter], slot: int) -> None:
         self._exchange = exchange
         self._cuts = list(cuts)
         self._slot = slot

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from paceline.bench.trial import typical_seconds
-from paceline.bench.wire_request import Wish
+from paceline.bench.wire_request import WireChoice
+from paceline.bench.wire_result import typical_seconds
 from paceline.config import Config
 from paceline.data import Loader, loader
 from paceline.engine import Engine, StepResult
@@ -27,7 +27,7 @@ _EVALUATED_BATCHES = 8
 
 
 @dataclass(frozen=True)
-class Data:
+class TrialData:
     """The datasets of all trials."""
 
     train: Any
@@ -37,7 +37,7 @@ class Data:
 class Training:
     """What ``paceline train`` would do with ``wish``, step by step. Every rank has one."""
 
-    def __init__(self, world: World, config: Config, data: Data, wish: Wish) -> None:
+    def __init__(self, world: World, config: Config, data: TrialData, wish: WireChoice) -> None:
         config = wish.apply(config)
         self.wish, self._world, self._config = wish, world, config
         torch.manual_seed(config.seed)

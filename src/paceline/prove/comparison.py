@@ -29,7 +29,7 @@ Held = Mapping[str, Sequence[nn.Parameter]]
 """By name in the whole model: the parameters, or parts of them, that a rank holds."""
 
 
-class Place(NamedTuple):
+class ValueKey(NamedTuple):
     """One compared value."""
 
     step: int
@@ -55,7 +55,7 @@ _ROUNDING = {"fp64": 1e3 * torch.finfo(torch.float64).eps, "fp32": 30 * torch.fi
 """Gradients up to this share of the largest are rounding, and tell nothing about their element."""
 
 
-class Comparison:
+class RunComparison:
     """One run beside the reference, step after step.
 
     An element whose gradient is zero but for rounding (again the bias before a norm) has no
@@ -191,7 +191,7 @@ MOST_ROUNDING = 1e-6
 """In float64 nothing beyond this is taken for rounding."""
 
 
-class Judge:
+class Tolerance:
     """Which differences are rounding.
 
     In the run's own precision: ten times the most that any tensor of its kind shows at that step
@@ -201,7 +201,7 @@ class Judge:
 
     FLOORS = {"fp64": 1e-9, "fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}  # noqa: RUF012
 
-    def __init__(self, precision: str, noise: Mapping[Place, float]) -> None:
+    def __init__(self, precision: str, noise: Mapping[ValueKey, float]) -> None:
         self.floor = self.FLOORS[precision]
         self._exact = precision == "fp64"
         self._of_kind: dict[tuple[int, str], float] = {}
@@ -211,7 +211,7 @@ class Judge:
             self._of_kind[kind] = max(value, self._of_kind.get(kind, 0.0))
             self._of_tensor[tensor] = max(value, self._of_tensor.get(tensor, 0.0))
 
-    def allowed(self, place: Place) -> float:
+    def allowed(self, place: ValueKey) -> float:
         """The largest difference that is rounding, for one value."""
         noise = 10 * self._of_kind.get((place.step, place.kind), 0.0)
         if self._exact:

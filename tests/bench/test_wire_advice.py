@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from paceline.bench.advice import Advice, recommend, tolerance
-from paceline.bench.trial import (
+from paceline.bench.wire_advice import Advice, recommend, tolerance
+from paceline.bench.wire_result import (
     Trial,
     WireResult,
     WireSetting,

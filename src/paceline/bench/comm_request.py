@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.bench.catalogue import COLLECTIVES
+from paceline.bench.collectives import COLLECTIVES
 from paceline.errors import ConfigError
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
@@ -25,7 +25,7 @@ _POWER = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
 @dataclass(frozen=True)
-class Request:
+class CommRequest:
     """What to measure. ``groups`` is empty for those that make a difference."""
 
     collectives: tuple[str, ...]
@@ -54,12 +54,12 @@ class Request:
         return {f"paceline bench comm {option}": value for option, value in values.items()}
 
     @staticmethod
-    def from_json(text: str) -> Request:
+    def from_json(text: str) -> CommRequest:
         """A request from its text."""
         data = json.loads(text)
         for name in ("collectives", "sizes", "groups"):
             data[name] = tuple(data[name])
-        return Request(**data)
+        return CommRequest(**data)
 
 
 def read_request(
@@ -71,7 +71,7 @@ def read_request(
     device: str,
     seconds: float,
     pairs: bool,
-) -> Request:
+) -> CommRequest:
     """A request from the words of a command line; raises ConfigError with all its problems."""
     problems: list[str] = []
     names = _names("--collectives", collectives, list(COLLECTIVES), problems)
@@ -95,7 +95,9 @@ def read_request(
         problems.append(f"--seconds {seconds:g}: must be a number of seconds above 0, like 0.3")
     if problems:
         raise ConfigError(problems)
-    return Request(tuple(names), tuple(sorted(found)), tuple(kinds), dtype, device, seconds, pairs)
+    return CommRequest(
+        tuple(names), tuple(sorted(found)), tuple(kinds), dtype, device, seconds, pairs
+    )
 
 
 def parse_size(text: str) -> int:
@@ -109,7 +111,7 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def place_problems(request: Request, nproc: int, nnodes: int) -> list[str]:
+def place_problems(request: CommRequest, nproc: int, nnodes: int) -> list[str]:
     """Groups that there are none of, with so many ranks on so many machines."""
     problems = []
     if "across" in request.groups and nnodes == 1:

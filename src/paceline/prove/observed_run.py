@@ -15,9 +15,9 @@ from paceline.engine import Engine
 from paceline.engine.internals import internals_of
 from paceline.errors import DataError
 from paceline.prove.cases import Case
-from paceline.prove.measure import Values
-from paceline.prove.quiet import NoDropout, random_state
-from paceline.prove.samples import Cut, cutting
+from paceline.prove.comparison import Values
+from paceline.prove.no_dropout import NoDropout, random_state
+from paceline.prove.samples import SampleCut, cutting
 from paceline.prove.subject import Subject
 from paceline.world import World
 
@@ -27,7 +27,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass
-class Facts:
+class ModelFacts:
     """What a run showed of the model that the words of a report need."""
 
     order: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Facts:
     """Whether the forward pass drew random numbers other than for dropout."""
 
 
-class Rehearsal:
+class ObservedRun:
     """One engine on one case, stepped over the subject's data.
 
     ``alone``: on one process, where a plain batch norm sees everything; ``cut`` says how its
@@ -55,10 +55,10 @@ class Rehearsal:
         *,
         world: World,
         alone: bool = False,
-        cut: Cut | None = None,
+        cut: SampleCut | None = None,
     ) -> None:
         built = subject.build()
-        self.facts = Facts()
+        self.facts = ModelFacts()
         self._quiet = NoDropout()
         self._quiet.silence(built.model)
         options = case.options(built.options)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any
 
-from paceline.bench.catalogue import COLLECTIVES, algorithm_bandwidth, bus_bandwidth
-from paceline.bench.fit import Line, fit
+from paceline.bench.collectives import COLLECTIVES, algorithm_bandwidth, bus_bandwidth
+from paceline.bench.latency_fit import LatencyFit, fit
 from paceline.network.links import Link
 
 
@@ -103,7 +103,7 @@ class CommResult:
         found = [c for c in self.cells if (c.group, c.collective) == (group, collective)]
         return sorted(found, key=lambda cell: cell.size)
 
-    def line(self, group: str, collective: str) -> Line | None:
+    def line(self, group: str, collective: str) -> LatencyFit | None:
         """Latency and bandwidth of one collective, fitted to all its sizes."""
         return fit([(cell.size, cell.median) for cell in self.of(group, collective)])
 

@@ -22,10 +22,10 @@ from paceline.engine.batch import batch_size, move, narrow
 from paceline.engine.loss import LossModule
 from paceline.engine.precision import Precision
 from paceline.prove.cases import Case
+from paceline.prove.comparison import Values, sketch
 from paceline.prove.jobs import load
-from paceline.prove.measure import Values, sketch
-from paceline.prove.quiet import NoDropout
-from paceline.prove.rehearsal import endless
+from paceline.prove.no_dropout import NoDropout
+from paceline.prove.observed_run import endless
 from paceline.prove.subject import Built, Subject
 
 _FITS = 1e-4

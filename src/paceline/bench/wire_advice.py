@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.bench.trial import PLAIN, Trial, noise, smoothed, window
+from paceline.bench.wire_result import PLAIN, Trial, noise, smoothed, window
 from paceline.formatting import short_time, three_digits
 
 WORTH = 1.05

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnose.hangs.flight import switch_on
+from paceline.diagnose.hangs.flight_recorder import switch_on
 from paceline.launch.environment import FLIGHT_RECORDER
 
 PROGRAM = """
     import json, dataclasses, os, time
-    from paceline.diagnose.hangs import flight
-    flight.switch_on()
+    from paceline.diagnose.hangs import flight_recorder
+    flight_recorder.switch_on()
     import torch, torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -25,18 +25,18 @@ PROGRAM = """
     dist.broadcast(torch.ones(4, dtype=torch.int64), 0, group=second)
     dist.barrier()
     print(json.dumps({
-        "places": [dataclasses.asdict(p) for p in flight.places()],
-        "calls": [dataclasses.asdict(c) for c in flight.calls()],
+        "groups": [dataclasses.asdict(p) for p in flight_recorder.group_progress()],
+        "calls": [dataclasses.asdict(c) for c in flight_recorder.calls()],
     }))
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.broadcast(torch.ones(7), 0)
     deadline = time.monotonic() + 20  # Gloo's thread notes an end a moment after the call returns
-    while any(p.done < p.begun for p in flight.places()) and time.monotonic() < deadline:
+    while any(p.done < p.begun for p in flight_recorder.group_progress()) and time.monotonic() < deadline:
         time.sleep(0.01)
     print(json.dumps({
-        "places": [dataclasses.asdict(p) for p in flight.places()],
-        "calls": [dataclasses.asdict(c) for c in flight.calls()],
+        "groups": [dataclasses.asdict(p) for p in flight_recorder.group_progress()],
+        "calls": [dataclasses.asdict(c) for c in flight_recorder.calls()],
     }))
     dist.destroy_process_group()
 """
@@ -72,7 +72,7 @@ def test_calls_are_read_with_group_number_shape_and_dtype(recorded: dict[str, An
 
 
 def test_places_count_by_group(recorded: dict[str, Any]) -> None:
-    by_group = {p["group"]: (p["begun"], p["done"], p["ranks"]) for p in recorded["places"]}
+    by_group = {p["group"]: (p["begun"], p["done"], p["ranks"]) for p in recorded["groups"]}
     first, second = (recorded["calls"][n]["group"] for n in (0, 2))
     assert by_group == {first: (2, 2, [0]), second: (1, 1, [0])}
 
@@ -82,8 +82,8 @@ def test_a_second_world_is_not_mixed_up_with_the_first(both: list[dict[str, Any]
     name = both[0]["calls"][0]["group"]
     calls = [c for c in both[1]["calls"] if c["group"] == name]
     assert [(c["number"], c["op"], c["shapes"]) for c in calls] == [(1, "broadcast", [[7]])]
-    places = [p for p in both[1]["places"] if p["group"] == name]
-    assert [(p["begun"], p["done"]) for p in places] == [(1, 1)]
+    groups = [p for p in both[1]["groups"] if p["group"] == name]
+    assert [(p["begun"], p["done"]) for p in groups] == [(1, 1)]
 
 
 def test_the_users_choice_of_size_stands() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.diagnose.hangs.report import Call, GroupKey, Place
+from paceline.diagnose.hangs.heartbeat import Call, GroupKey, GroupProgress
 from paceline.launch.environment import COLLECTIVES_REMEMBERED, FLIGHT_RECORDER
 
 # The recorder writes C++ names.
@@ -42,9 +42,9 @@ def switch_on(environ: MutableMapping[str, str] | None = None) -> None:
     env.setdefault(FLIGHT_RECORDER, str(COLLECTIVES_REMEMBERED))
 
 
-def places() -> tuple[Place, ...]:
+def group_progress() -> tuple[GroupProgress, ...]:
     """How far this rank is in each of its groups; takes some 0.05 ms, more after a new group."""
-    found: dict[GroupKey, Place] = {}
+    found: dict[GroupKey, GroupProgress] = {}
     for recorder, dump in _recorders():
         status = pickle.loads(dump(includeCollectives=False)).get("pg_status", {})
         if any((recorder, local) not in _groups for local in status):
@@ -55,7 +55,7 @@ def places() -> tuple[Place, ...]:
             if key is not None and key[2]:
                 begun, done = numbers["last_enqueued_collective"], numbers[_DONE]
                 # A later group of the same name, of a world joined after the first, replaces it.
-                found[key] = Place(*key, begun=max(0, begun), done=max(0, done))
+                found[key] = GroupProgress(*key, begun=max(0, begun), done=max(0, done))
     return tuple(found.values())
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Line:
+class LatencyFit:
     """``seconds = latency + bytes / bandwidth``, and how far from it the measurements lie.
 
     ``off`` is the largest deviation, as a share of what was measured.
@@ -22,7 +22,7 @@ class Line:
         return self.latency + size / self.bandwidth
 
 
-def fit(points: Sequence[tuple[int, float]]) -> Line | None:
+def fit(points: Sequence[tuple[int, float]]) -> LatencyFit | None:
     """The line through ``(bytes, seconds)`` with the least relative errors.
 
     Relative, as the smallest size would otherwise count for nothing beside the largest. ``None``
@@ -47,7 +47,7 @@ def fit(points: Sequence[tuple[int, float]]) -> Line | None:
     if slope <= 0:
         return None
     off = max(abs(latency + slope * s - t) / t for s, t in points)
-    return Line(latency, 1 / slope, off)
+    return LatencyFit(latency, 1 / slope, off)
 
 
 def predict(points: Sequence[tuple[int, float]], size: int) -> float | None:

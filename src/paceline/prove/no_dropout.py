@@ -35,7 +35,7 @@ _PLACE_OF_DROPOUT_P = 4
 
 
 class NoDropout(TorchFunctionMode):
-    """While it is on, dropout passes its input through; ``met`` tells whether there was any."""
+    """While it is on, dropout passes its input through; ``met`` says whether there was any."""
 
     def __init__(self) -> None:
         super().__init__()

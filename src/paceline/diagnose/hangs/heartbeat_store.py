@@ -1,8 +1,8 @@
-"""The board: the part of the round's store where ranks leave signs of life and reports.
+"""Where ranks leave heartbeats and reports: a corner of the TCP store that their world joined at.
 
 Each thread that uses it has a connection of its own: a store's client serves one call at a time,
 and the training thread must never wait for the watch. Nothing here waits for long: a store that is
-slow or gone raises :class:`BoardGone`, and whoever was talking to it gives up.
+slow or gone raises :class:`StoreGone`, and the caller gives up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from paceline.diagnose.hangs.report import Beat, Report
+from paceline.diagnose.hangs.heartbeat import Heartbeat, RankReport
 from paceline.launch.messages import BadMessage, decode, encode
 
 T = TypeVar("T")
@@ -23,12 +23,12 @@ _TIMEOUT = timedelta(seconds=5)
 _PREFIX = "paceline/watch"
 
 
-class BoardGone(Exception):
+class StoreGone(Exception):
     """The store cannot be reached, or not in time."""
 
 
-class Board:
-    """A connection to the board at ``address:port``."""
+class HeartbeatStore:
+    """A connection to the store at ``address:port``."""
 
     def __init__(self, address: str, port: int) -> None:
         try:
@@ -36,20 +36,20 @@ class Board:
                 address, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT
             )
         except (RuntimeError, ValueError) as error:
-            raise BoardGone(str(error)) from error
+            raise StoreGone(str(error)) from error
         self._store = PrefixStore(_PREFIX, client)
         self._seen: set[str] = set()
 
-    # Signs of life.
+    # Heartbeats.
 
-    def post_beat(self, beat: Beat) -> None:
-        """Leave a sign of life."""
+    def post_beat(self, beat: Heartbeat) -> None:
+        """Leave a heartbeat."""
         self._set(f"beat/{beat.rank}", beat.to_json())
 
-    def beats(self, ranks: Iterable[int]) -> dict[int, Beat]:
-        """The latest sign of life of each rank that ever left one."""
+    def beats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
+        """The latest heartbeat of each rank that ever left one."""
         texts = self._read({rank: f"beat/{rank}" for rank in ranks})
-        return {rank: beat for rank, beat in _decoded(Beat, texts) if beat.rank == rank}
+        return {rank: beat for rank, beat in _decoded(Heartbeat, texts) if beat.rank == rank}
 
     # What ranks called, for comparison.
 
@@ -72,7 +72,7 @@ class Board:
         """The number of the latest question."""
         return self._add("asked", 0)
 
-    def answer(self, question: int, report: Report) -> None:
+    def answer(self, question: int, report: RankReport) -> None:
         """Post a report."""
         self._set(f"report/{question}/{report.rank}", report.to_json())
 
@@ -81,12 +81,12 @@ class Board:
         keys = {rank: f"report/{question}/{rank}" for rank in ranks}
         return {rank for rank, key in keys.items() if self._has(key)}
 
-    def reports(self, question: int, ranks: Iterable[int]) -> dict[int, Report]:
+    def reports(self, question: int, ranks: Iterable[int]) -> dict[int, RankReport]:
         """The reports there are."""
         texts = self._read({rank: f"report/{question}/{rank}" for rank in ranks})
-        return {rank: report for rank, report in _decoded(Report, texts) if report.rank == rank}
+        return {rank: report for rank, report in _decoded(RankReport, texts) if report.rank == rank}
 
-    # Who leads: asks, judges and tells.
+    # Who leads: asks for reports, diagnoses and reports what it found.
 
     def claim_lead(self, term: int) -> bool:
         """Whether this is the first to claim the lead in that ``term``."""
@@ -110,13 +110,13 @@ class Board:
         try:
             self._store.set(key, text)
         except RuntimeError as error:
-            raise BoardGone(str(error)) from error
+            raise StoreGone(str(error)) from error
 
     def _add(self, key: str, amount: int) -> int:
         try:
             return int(self._store.add(key, amount))
         except RuntimeError as error:
-            raise BoardGone(str(error)) from error
+            raise StoreGone(str(error)) from error
 
     def _has(self, key: str) -> bool:
         if key not in self._seen:
@@ -124,7 +124,7 @@ class Board:
                 if not self._store.check([key]):
                     return False
             except RuntimeError as error:
-                raise BoardGone(str(error)) from error
+                raise StoreGone(str(error)) from error
             self._seen.add(key)  # keys are never deleted: asked once, known for ever
         return True
 
@@ -136,12 +136,12 @@ class Board:
         try:
             values = self._store.multi_get(list(there.values()))
         except RuntimeError as error:
-            raise BoardGone(str(error)) from error
+            raise StoreGone(str(error)) from error
         return {number: bytes(value) for number, value in zip(there, values, strict=True)}
 
 
 def _decoded(kind: type[T], texts: dict[int, bytes]) -> Iterator[tuple[int, T]]:
-    """Those messages that can be read: one that cannot is as good as none."""
+    """Those messages that can be read; the others are left out."""
     for number, text in texts.items():
         with contextlib.suppress(BadMessage):
             yield number, decode(kind, text)

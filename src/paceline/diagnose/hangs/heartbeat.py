@@ -1,8 +1,8 @@
-"""What ranks tell of themselves when a run stands still: plain data, JSON on the way.
+"""Heartbeats, and the reports of ranks on a run that stands still: plain data, sent as JSON.
 
-A :class:`Beat` goes out now and then whatever happens, a :class:`Report` when one is asked for. A
-process that cannot speak for itself (stopped, or with its interpreter held by native code) is
-spoken for by a neighbour that looks at it from outside; ``Report.state`` tells.
+A rank sends a :class:`Heartbeat` every second or so, and a :class:`RankReport` when one is asked
+for. For a process that cannot answer (stopped, or with its interpreter held by native code), a
+neighbour looks at it from outside and reports; ``RankReport.state`` says which it was.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.launch.messages import decode, encode
 ANSWERS = "answers"
 """The rank itself made the report."""
 SILENT = "silent"
-"""Its process lives but its watch does not speak: native code holds the interpreter."""
+"""Its process lives but does not answer: native code holds the interpreter."""
 STOPPED = "stopped"
 """Its process was stopped (SIGSTOP, a debugger)."""
 LEFT = "left"
@@ -60,7 +60,7 @@ GroupKey = tuple[str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupProgress:
     """How far a rank is in a group: so many collectives ``begun``, so many of them ``done``."""
 
     backend: str
@@ -76,7 +76,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Message:
+class PointToPoint:
     """A point-to-point call that the training thread is in; ``peer`` is a rank of the world."""
 
     op: str
@@ -84,10 +84,10 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """Where a rank is. ``seconds`` is how long it has not moved; ``stack`` begins outermost.
 
-    ``paced`` tells that it is at work on a step, as an engine or trainer marked it. ``kernel`` is
+    ``paced`` says that it is at work on a step, as an engine or trainer marked it. ``kernel`` is
     where in the kernel the training thread sleeps, as far as the system tells; ``disk`` that it
     cannot even be interrupted there.
     """
@@ -100,9 +100,9 @@ class Report:
     phase: str = ""
     seconds: float = 0.0
     paced: bool = False
-    places: tuple[Place, ...] = ()
+    groups: tuple[GroupProgress, ...] = ()
     calls: tuple[Call, ...] = ()
-    message: Message | None = None
+    message: PointToPoint | None = None
     stack: tuple[Frame, ...] = ()
     kernel: str = ""
     disk: bool = False
@@ -112,14 +112,14 @@ class Report:
         return encode(self)
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
+    def from_json(cls, text: str) -> RankReport:
         """What :meth:`to_json` made."""
         return decode(cls, text)
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A sign of life. ``world`` tells one joining of ranks from the next in the same store.
+class Heartbeat:
+    """A heartbeat. ``world`` tells one joining of ranks from the next in the same store.
 
     ``still`` is how long the rank has not moved; ``after`` how long it may. ``main_thread`` is
     what a neighbour needs to tell its stack from those of its other threads.
@@ -140,11 +140,11 @@ class Beat:
     left: bool = False
     in_message: bool = False
     main_thread: int = 0
-    places: tuple[Place, ...] = field(default=())
+    groups: tuple[GroupProgress, ...] = field(default=())
 
-    def report(self, **more: Any) -> Report:
-        """A report that begins with what the beat tells."""
-        return Report(
+    def report(self, **more: Any) -> RankReport:
+        """A report that begins with what the heartbeat says."""
+        return RankReport(
             rank=self.rank,
             host=self.host,
             pid=self.pid,
@@ -152,25 +152,25 @@ class Beat:
             phase=self.phase,
             seconds=self.still,
             paced=self.paced,
-            places=self.places,
+            groups=self.groups,
             **more,
         )
 
     @property
     def waiting(self) -> bool:
         """Whether a collective was begun that is not over, or a message is waited for."""
-        return self.in_message or any(place.begun > place.done for place in self.places)
+        return self.in_message or any(place.begun > place.done for place in self.groups)
 
     @property
     def progress(self) -> tuple[int, int]:
         """A value that changes when the rank moves."""
-        return self.moves, sum(place.begun + place.done for place in self.places)
+        return self.moves, sum(place.begun + place.done for place in self.groups)
 
     def to_json(self) -> str:
-        """The beat as text."""
+        """The heartbeat as text."""
         return encode(self)
 
     @classmethod
-    def from_json(cls, text: str) -> Beat:
+    def from_json(cls, text: str) -> Heartbeat:
         """What :meth:`to_json` made."""
         return decode(cls, text)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from paceline.engine.batch import batch_size
 from paceline.prove.jobs import load
-from paceline.prove.rehearsal import endless
+from paceline.prove.observed_run import endless
+from paceline.prove.sample_weights import loss_terms, set_state
 from paceline.prove.subject import Subject
-from paceline.prove.weights import loss_terms, set_state
 
 
 def explains_loss(

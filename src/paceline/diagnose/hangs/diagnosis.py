@@ -1,4 +1,4 @@
-"""The verdict on a run that stands still: from reports to what is wrong. Pure.
+"""What is wrong with a run that stands still, from the reports of its ranks. Pure.
 
 For every group, the ranks that have not begun the collective that others are in are missing from
 it. Following who waits for whom leads to the ranks that wait for nobody: those are to blame, and
@@ -11,8 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.diagnose.hangs import explain
+from paceline.diagnose.hangs.heartbeat import (
+    ANSWERS,
+    GONE,
+    LEFT,
+    SILENT,
+    STOPPED,
+    UNREACHABLE,
+    RankReport,
+)
 from paceline.diagnose.hangs.mismatch import Mismatch, first_mismatch
-from paceline.diagnose.hangs.report import ANSWERS, GONE, LEFT, SILENT, STOPPED, UNREACHABLE, Report
 from paceline.diagnose.hangs.stacks import spot
 from paceline.diagnose.hangs.waits import Waits, find_waits
 
@@ -51,7 +59,7 @@ _ABSENT = (STOPPED, SILENT, GONE, UNREACHABLE)
 
 
 @dataclass(frozen=True)
-class Finding:
+class HangDiagnosis:
     """What is wrong. ``what`` is one of :data:`KINDS`, ``ranks`` are those to blame.
 
     ``involved`` are all ranks that stand still for it; ``seconds`` is how long they have.
@@ -66,7 +74,7 @@ class Finding:
     seconds: float
 
 
-def judge(reports: Mapping[int, Report], limit: float) -> Finding | None:
+def diagnose_hang(reports: Mapping[int, RankReport], limit: float) -> HangDiagnosis | None:
     """What these reports of all ranks show; ``None`` when nothing stands still for ``limit`` s."""
     waits = find_waits(reports)
     mismatch = first_mismatch({rank: r.calls for rank, r in reports.items()})
@@ -82,10 +90,10 @@ def judge(reports: Mapping[int, Report], limit: float) -> Finding | None:
     return _finding(what, ranks, involved, reports, waits)
 
 
-def judge_mismatch(mismatch: Mismatch, step: int | None) -> Finding:
+def diagnose_mismatch(mismatch: Mismatch, step: int | None) -> HangDiagnosis:
     """Ranks were seen to make different calls; whether that hangs is not known yet."""
     summary = explain.mismatch_summary(mismatch)
-    return Finding(
+    return HangDiagnosis(
         what="mismatch",
         ranks=tuple(mismatch.ranks),
         involved=tuple(mismatch.said),
@@ -96,7 +104,7 @@ def judge_mismatch(mismatch: Mismatch, step: int | None) -> Finding:
     )
 
 
-def kind_of(report: Report) -> str:
+def kind_of(report: RankReport) -> str:
     """Why a rank that others wait for does not come."""
     if report.disk:
         return "disk"
@@ -110,7 +118,7 @@ def kind_of(report: Report) -> str:
     return "code" if doing == "collective" else doing
 
 
-def _culprits(reports: Mapping[int, Report], waits: Waits) -> tuple[str, tuple[int, ...]]:
+def _culprits(reports: Mapping[int, RankReport], waits: Waits) -> tuple[str, tuple[int, ...]]:
     """What is wrong, and with which ranks."""
     roots = [rank for rank in waits.roots() if rank in reports]
     if roots:
@@ -146,7 +154,7 @@ def _involved(waits: Waits, ranks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _is_open(mismatch: Mismatch, reports: Mapping[int, Report]) -> bool:
+def _is_open(mismatch: Mismatch, reports: Mapping[int, RankReport]) -> bool:
     """Whether a rank is still in the call, or in one after it that came of it."""
     return any(
         not call.done and call.key == mismatch.key and call.number >= mismatch.number
@@ -155,9 +163,11 @@ def _is_open(mismatch: Mismatch, reports: Mapping[int, Report]) -> bool:
     )
 
 
-def _of_mismatch(mismatch: Mismatch, reports: Mapping[int, Report], waits: Waits) -> Finding:
+def _of_mismatch(
+    mismatch: Mismatch, reports: Mapping[int, RankReport], waits: Waits
+) -> HangDiagnosis:
     ranks = tuple(mismatch.ranks)
-    return Finding(
+    return HangDiagnosis(
         what="mismatch",
         ranks=ranks,
         involved=tuple(sorted(mismatch.said)),
@@ -175,20 +185,20 @@ def _finding(
     what: str,
     ranks: tuple[int, ...],
     involved: tuple[int, ...],
-    reports: Mapping[int, Report],
+    reports: Mapping[int, RankReport],
     waits: Waits,
-) -> Finding:
+) -> HangDiagnosis:
     seconds, step = _seconds(reports, involved), _step(reports)
     summary = explain.summary(what, ranks, reports, waits)
     detail = explain.detail(summary, seconds, step, ranks, reports, waits)
-    return Finding(what, ranks, involved, summary, detail, step, seconds)
+    return HangDiagnosis(what, ranks, involved, summary, detail, step, seconds)
 
 
-def _seconds(reports: Mapping[int, Report], ranks: tuple[int, ...]) -> float:
+def _seconds(reports: Mapping[int, RankReport], ranks: tuple[int, ...]) -> float:
     """How long they have stood, by those that can tell."""
     told = [reports[r].seconds for r in ranks if reports[r].state == ANSWERS]
     return min(told, default=max(reports[r].seconds for r in ranks))
 
 
-def _step(reports: Mapping[int, Report]) -> int | None:
+def _step(reports: Mapping[int, RankReport]) -> int | None:
     return max((r.step for r in reports.values() if r.step is not None), default=None)

@@ -1,4 +1,4 @@
-"""Speaking for a rank that cannot speak for itself, from another process on its machine.
+"""Reports on ranks that do not answer, made by another process on the same machine.
 
 Looks at ``/proc`` and, where the rank has prepared for it, has ``faulthandler`` write its stack.
 Needs no rights but those of the same user.
@@ -12,12 +12,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from paceline.diagnose.hangs.board import Board
-from paceline.diagnose.hangs.report import GONE, LEFT, SILENT, STOPPED, Beat, Frame, Report
+from paceline.diagnose.hangs.heartbeat import (
+    GONE,
+    LEFT,
+    SILENT,
+    STOPPED,
+    Frame,
+    Heartbeat,
+    RankReport,
+)
+from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore
 from paceline.diagnose.hangs.stacks import STACK_FILE_NAME, STACK_SIGNAL, parse_dump
 
 _SECONDS_FOR_A_STACK = 0.5
-FindPid = Callable[[Beat], int | None]
+FindPid = Callable[[Heartbeat], int | None]
 """The process that a rank is, where that is known for sure; what the beat says may be a lie."""
 
 
@@ -26,7 +34,7 @@ def started_here(pids: Mapping[int, int]) -> FindPid:
     return lambda beat: pids.get(beat.rank)
 
 
-def sibling(beat: Beat) -> int | None:
+def sibling(beat: Heartbeat) -> int | None:
     """For a rank that nobody of ours launched: the process, if it has the same parent and user."""
     parent, user = _parent_and_user(os.getpid())
     if beat.host != socket.gethostname() or parent in (0, 1):
@@ -35,24 +43,24 @@ def sibling(beat: Beat) -> int | None:
 
 
 def answer_for_neighbours(
-    board: Board, question: int, ranks: Iterable[int], find_pid: FindPid
+    store: HeartbeatStore, question: int, ranks: Iterable[int], find_pid: FindPid
 ) -> None:
     """Answer for those of ``ranks`` on this machine that have not answered.
 
     Only processes that ``find_pid`` knows are looked at and signalled, never one because its
     number stood in a store.
     """
-    beats = board.beats(set(ranks) - board.answered(question, ranks))
+    beats = store.beats(set(ranks) - store.answered(question, ranks))
     for rank, beat in beats.items():
         pid = find_pid(beat)
         if pid is not None:
             report = report_on(beat, pid)
-            # It may have found its voice in the meantime: then its own words count.
-            if rank not in board.answered(question, [rank]):
-                board.answer(question, report)
+            # It may have answered in the meantime: then its own report counts.
+            if rank not in store.answered(question, [rank]):
+                store.answer(question, report)
 
 
-def report_on(beat: Beat, pid: int, *, stack: bool = True) -> Report:
+def report_on(beat: Heartbeat, pid: int, *, stack: bool = True) -> RankReport:
     """What can be seen from outside of the process ``pid`` that left ``beat``."""
     state = LEFT if beat.left else _process_state(pid)
     speechless = state == SILENT

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.bench.catalogue import COLLECTIVES
-from paceline.bench.request import GROUPS, LONGEST
-from paceline.bench.result import CommResult, slow_links
+from paceline.bench.collectives import COLLECTIVES
+from paceline.bench.comm_request import GROUPS, LONGEST
+from paceline.bench.comm_result import CommResult, slow_links
 from paceline.formatting import binary_size, byte_rate, plural, short_time
 from paceline.track.console import SafeConsole
 
