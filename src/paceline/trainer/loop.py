@@ -128,7 +128,7 @@ class Loop:
         except Interrupted:
             request = self.stops.agreed
         last = None
-        if request >= LEAVE or self.trainer.checkpoint.at_end:
+        if request >= LEAVE or self.trainer.checkpoint.save_at_end:
             last = "stop" if request else "end"
         if request >= LEAVE:
             self.saves.save_and_leave(**self._beside_state())
