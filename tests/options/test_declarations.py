@@ -165,6 +165,7 @@ def test_an_old_name_works_with_a_warning_that_says_the_new_one() -> None:
     assert pickle.loads(pickle.dumps(options)) == options
 
 
+@pytest.mark.cold
 def test_options_import_no_torch() -> None:
     code = "import sys, paceline.options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -24,8 +24,8 @@ from paceline.sync.late_numbers import LAG
 from paceline.trainer.callbacks import CallbackStates, sign_of, value_of
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
-from paceline.trainer.loop_saves import Saves, due
 from paceline.trainer.reporting import Reporter
+from paceline.trainer.save_schedule import Saves, due
 from paceline.trainer.saved_fields import (
     Fits,
     is_count,
@@ -36,8 +36,8 @@ from paceline.trainer.saved_fields import (
 )
 from paceline.trainer.step_timing import StepSplits
 from paceline.trainer.stopping import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
-from paceline.trainer.wire_notes import starting_notes
-from paceline.trainer.wire_reports import WireReports
+from paceline.trainer.sync_notes import starting_notes
+from paceline.trainer.sync_reports import WireReports
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer

@@ -47,7 +47,7 @@ from paceline.options.engine import Precision as PrecisionName
 from paceline.options.rules import Combination, check_rules
 from paceline.parallel.device_map import DeviceLike
 from paceline.track import Tracker
-from paceline.trainer import own_ranks
+from paceline.trainer import fit_processes
 from paceline.trainer.arguments import (
     check_length,
     check_looking_on,
@@ -320,7 +320,7 @@ class Trainer:
                 return self._fit(train, val, epochs, steps, resume)
             if max_restarts is None:
                 max_restarts = 0 if self.run_dir is None else 3
-            return own_ranks.fit(
+            return fit_processes.fit(
                 self,
                 train,
                 val,
