@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.version import __version__
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.checkpoints import Checkpoints as Checkpoints
     from paceline.data import loader as loader
     from paceline.engine import Engine as Engine
     from paceline.engine import StepResult as StepResult
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from paceline.parallel.tensor import RowParallelLinear as RowParallelLinear
     from paceline.prove import verify as verify
     from paceline.trainer import Callback as Callback
-    from paceline.trainer import Checkpoints as Checkpoints
     from paceline.trainer import EarlyStopping as EarlyStopping
     from paceline.trainer import History as History
     from paceline.trainer import Trainer as Trainer
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Callback": "paceline.trainer",
     "Checkpointing": "paceline.options",
-    "Checkpoints": "paceline.trainer",
+    "Checkpoints": "paceline.checkpoint.checkpoints",
     "Compression": "paceline.options",
     "DataOptions": "paceline.options",
     "EarlyStopping": "paceline.trainer",

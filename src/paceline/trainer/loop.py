@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from paceline.checkpoint.checkpoints import Checkpoints, Restored
 from paceline.data import Loader
 from paceline.engine import StepResult
 from paceline.errors import LaunchError, NonFiniteError
@@ -33,7 +34,6 @@ from paceline.trainer.saved_fields import (
     is_whole,
     known_fields,
 )
-from paceline.trainer.saving import Checkpoints, Restored
 from paceline.trainer.step_timing import StepSplits
 from paceline.trainer.stopping import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
 from paceline.trainer.sync_notes import starting_notes

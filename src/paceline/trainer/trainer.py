@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.saveable import Stateful, checked_objects
 from paceline.data import Loader, from_dataloader, loader, sizes_over
@@ -59,7 +60,6 @@ from paceline.trainer.evaluate import Metric
 from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
 from paceline.trainer.reporting import Reporter
-from paceline.trainer.saving import Checkpoints
 from paceline.trainer.stopping import STOP, StopRequests
 from paceline.trainer.weights import load_weights
 from paceline.world import World
