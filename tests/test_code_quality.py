@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,28 @@ def test_clean(name: str) -> None:
     program, *arguments = COMMANDS[name]
     done = subprocess.run([BIN / program, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def imports_of(file: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of ours that a file imports, also inside functions or for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & modules.keys() or {node.module}
+    return found & modules.keys()
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    source = ROOT / "src"
+    modules = {
+        ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in source.rglob("*.py")
+    }
+    graph = {name: imports_of(file, modules) - {name} for name, file in modules.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))

@@ -16,36 +16,35 @@ if TYPE_CHECKING:
     from paceline.engine import StepResult
     from paceline.trainer.history import History
     from paceline.trainer.reporting import Reporter
-    from paceline.trainer.trainer import Trainer
 
 
 class Callback:
     """Override what you need. Every rank calls every method, with the same values.
 
-    ``trainer.step``, ``trainer.epoch`` and ``trainer.engine`` tell where the run is;
-    ``trainer.stop()`` on any rank ends the run on all of them after the current step. What
-    ``state_dict`` returns is saved with each checkpoint and given back on resume.
+    ``trainer`` is the :class:`paceline.Trainer`: its ``step``, ``epoch`` and ``engine`` say where
+    the run is, and ``trainer.stop()`` on any rank ends the run on all of them after the current
+    step. What ``state_dict`` returns is saved with each checkpoint and given back on resume.
     """
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Any) -> None:
         """Before the first step, after a resume has been loaded."""
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: Any, result: StepResult) -> None:
         """After each optimizer step."""
 
-    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """After each pass over the validation data."""
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_end(self, trainer: Any, epoch: int) -> None:
         """After the last step of an epoch."""
 
-    def on_checkpoint(self, trainer: Trainer, path: Path | str) -> None:
+    def on_checkpoint(self, trainer: Any, path: Path | str) -> None:
         """After a checkpoint is complete, some steps later where it is written beside training.
 
         ``path`` is its folder, or its URL as a string.
         """
 
-    def on_fit_end(self, trainer: Trainer, history: History) -> None:
+    def on_fit_end(self, trainer: Any, history: History) -> None:
         """After the last step, evaluation and checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,7 +97,7 @@ class EarlyStopping(Callback):
         self.waited = 0
         self._stopped_length: tuple[int | None, int | None] | None = None
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: Any) -> None:
         """A run that was stopped, and is resumed with nothing changed, has nothing left to do."""
         length, self._stopped_length = self._stopped_length, None
         if trainer.step == 0 or length is None or self.waited < self.patience:
@@ -108,7 +107,7 @@ class EarlyStopping(Callback):
         else:
             self._stop(trainer)
 
-    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""
         value = self._sign * value_of(metrics, self.metric, "EarlyStopping")
         if value < self.best - self.min_delta:
@@ -118,7 +117,7 @@ class EarlyStopping(Callback):
         if self.waited >= self.patience:
             self._stop(trainer)
 
-    def _stop(self, trainer: Trainer) -> None:
+    def _stop(self, trainer: Any) -> None:
         self._stopped_length = trainer.length
         trainer.stop(
             f"{self.metric} has not improved for {self.waited} evaluations "

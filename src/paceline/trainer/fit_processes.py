@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.diagnose.hangs.oversee import HangOverseer, to_stderr
 from paceline.events import FILE_NAME
 from paceline.launch import local
 from paceline.launch.restart_policy import RestartLimits
 from paceline.track import Progress, following
+from paceline.trainer.base import TrainerBase
 from paceline.trainer.handover import find, leave_share, leave_whole, take
 from paceline.trainer.history import History, where_stopped
 
-if TYPE_CHECKING:
-    from paceline.trainer.trainer import Trainer
+FitHere = Callable[[Any, Any, Any, int | None, int | None, bool], History]
+"""``fit`` on one rank: the trainer, both datasets, epochs, steps, and whether to resume."""
 
 
-def fit(
-    trainer: Trainer,
+def fit_on_new_ranks(
+    trainer: TrainerBase,
+    fit_here: FitHere,
     train: Any,
     val: Any,
     *,
@@ -44,7 +47,7 @@ def fit(
             # A torch scheduler marks its optimizer, and the mark is lost on the way here.
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")
             try:
-                return rank_trainer._fit(train, val, epochs, steps, resume)
+                return fit_here(rank_trainer, train, val, epochs, steps, resume)
             finally:
                 leave = leave_whole if rank_trainer.left_in_order else leave_share
                 leave(left_dir, rank_trainer, train)

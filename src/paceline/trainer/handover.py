@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,7 @@ from paceline.engine.internals import internals_of
 from paceline.engine.rank_state import MODEL, OBJECT, OPTIMIZER
 from paceline.nested import map_tensors
 from paceline.parallel.meta import materialise
-
-if TYPE_CHECKING:
-    from paceline.trainer.trainer import Trainer
+from paceline.trainer.base import TrainerBase
 
 _WHOLE = "whole.pkl"
 
@@ -69,7 +67,7 @@ class _Share:
 # ---------------------------------------------------------------------- on the ranks
 
 
-def leave_whole(folder: Path, trainer: Trainer, train: Any) -> None:
+def leave_whole(folder: Path, trainer: TrainerBase, train: Any) -> None:
     """All ranks are through, at the same step: rank 0 leaves all there is. A collective."""
     state = trainer.engine.state_dict()  # the whole model's, whatever the layout
     objects = {name: _whole(saved.state_dict()) for name, saved in trainer.objects.items()}
@@ -79,7 +77,7 @@ def leave_whole(folder: Path, trainer: Trainer, train: Any) -> None:
         _write(folder / _WHOLE, left)
 
 
-def leave_share(folder: Path, trainer: Trainer, train: Any) -> None:
+def leave_share(folder: Path, trainer: TrainerBase, train: Any) -> None:
     """This rank fails: leave what it holds, if it has come as far as to hold anything."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # told to end, because another has failed
     with contextlib.suppress(Exception):  # the failure itself is what there is to tell
@@ -96,7 +94,7 @@ def leave_share(folder: Path, trainer: Trainer, train: Any) -> None:
         _write(folder / f"share-{rank}.pkl", _Share(engine.steps_done, tensors, objects, left))
 
 
-def _beside(trainer: Trainer, train: Any) -> Left:
+def _beside(trainer: TrainerBase, train: Any) -> Left:
     left = Left({}, trainer.epoch, loader=train.state_dict() if isinstance(train, Loader) else None)
     known = {id(found): path for path, found in _shared(trainer)}
     for callback in trainer.callbacks:
@@ -148,7 +146,7 @@ def find(folder: Path) -> Left | None:
     return _put_together(shares)
 
 
-def take(trainer: Trainer, left: Left, train: Any) -> None:
+def take(trainer: TrainerBase, left: Left, train: Any) -> None:
     """Make the caller's model, optimizer, schedule, callbacks and objects what the ranks' are."""
     state = left.engine
     _take_model(trainer, state.pop("model"))
@@ -169,7 +167,7 @@ def take(trainer: Trainer, left: Left, train: Any) -> None:
 
 
 @torch.no_grad()
-def _take_model(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+def _take_model(trainer: TrainerBase, saved: Mapping[str, Any]) -> None:
     model = trainer.model.train()
     if any(parameter.is_meta for parameter in model.parameters()):
         init = trainer.engine_options.init or getattr(model, "_init_weights", None)
@@ -182,7 +180,7 @@ def _take_model(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     model.load_state_dict(saved)
 
 
-def _take_callbacks(trainer: Trainer, left: Left) -> None:
+def _take_callbacks(trainer: TrainerBase, left: Left) -> None:
     known = dict(_shared(trainer))
     for callback, (attributes, state) in zip(trainer.callbacks, left.callbacks, strict=True):
         for name, data in attributes.items():
@@ -281,7 +279,7 @@ def _optimizer_state(
 # ---------------------------------------------------------------------- what both sides have
 
 
-def _shared(trainer: Trainer) -> Iterator[tuple[tuple[str, ...], object]]:
+def _shared(trainer: TrainerBase) -> Iterator[tuple[tuple[str, ...], object]]:
     """What is the same thing here and there, though not the same object: a reference stays one."""
     yield ("trainer",), trainer
     if trainer.has_engine:
@@ -313,7 +311,7 @@ def _dumps(value: Any, known: Mapping[int, tuple[str, ...]]) -> bytes:
     return buffer.getvalue()
 
 
-def _loads(data: bytes, known: Mapping[tuple[str, ...], object], trainer: Trainer) -> Any:
+def _loads(data: bytes, known: Mapping[tuple[str, ...], object], trainer: TrainerBase) -> Any:
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, path: Any) -> Any:
             return trainer.engine if path == ("engine",) else known.get(path)

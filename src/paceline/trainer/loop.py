@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.checkpoint.checkpoints import Checkpoints, Restored
 from paceline.data import Loader
@@ -21,6 +21,7 @@ from paceline.events import (
     StepDone,
 )
 from paceline.sync.late_numbers import LAG
+from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import CallbackStates, sign_of, value_of
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
@@ -38,9 +39,6 @@ from paceline.trainer.step_timing import StepSplits
 from paceline.trainer.stopping import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
 from paceline.trainer.sync_notes import starting_notes
 from paceline.trainer.sync_reports import WireReports
-
-if TYPE_CHECKING:
-    from paceline.trainer.trainer import Trainer
 
 _SAVED: dict[str, Fits] = {
     "epoch_loss": is_number,
@@ -61,7 +59,7 @@ class Loop:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainerBase,
         train: Loader,
         val: Loader | None,
         *,

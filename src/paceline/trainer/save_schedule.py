@@ -5,19 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.checkpoint.sharded.async_saver import SaveOutcome
 from paceline.errors import CheckpointError, NotSaved
 from paceline.events import CheckpointFailed, CheckpointSaved, Note
 from paceline.sync.late_numbers import LAG
+from paceline.trainer.base import TrainerBase
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.stopping import LEAVE, StopRequests
-
-if TYPE_CHECKING:
-    from paceline.trainer.trainer import Trainer
-
 
 _FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 30.0, 600.0
 """After how long a save that failed is tried again, while the run goes on."""
@@ -35,7 +32,7 @@ class Saves:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainerBase,
         checkpoints: Checkpoints | None,
         reporter: Reporter,
         stops: StopRequests,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +46,6 @@ from paceline.options.engine import Precision as PrecisionName
 from paceline.options.rules import Combination, check_rules
 from paceline.parallel.device_map import DeviceLike
 from paceline.track import Tracker
-from paceline.trainer import fit_processes
 from paceline.trainer.arguments import (
     check_length,
     check_looking_on,
@@ -55,28 +53,19 @@ from paceline.trainer.arguments import (
     check_run_dir,
     check_writable,
 )
+from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
 from paceline.trainer.evaluate import Metric
+from paceline.trainer.fit_processes import fit_on_new_ranks
 from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
 from paceline.trainer.reporting import Reporter
-from paceline.trainer.stopping import STOP, StopRequests
+from paceline.trainer.stopping import StopRequests
 from paceline.trainer.weights import load_weights
 from paceline.world import World
 
-_ALONE: dict[str, Any] = {
-    "layout": "dp=1",
-    "sharding": Sharding(),
-    "tensor": TensorParallel(),
-    "pipeline": Pipelining(),
-    "compress": None,
-    "local_steps": None,
-    "reduction": Reduction(),
-}
-"""The options of an engine that has no other ranks, where those of a layout would mean nothing."""
 
-
-class Trainer:
+class Trainer(TrainerBase):
     """Trains a model on a dataset, on whatever world it is started in.
 
     ``model``, ``loss``, ``optimizer`` and what is not listed here (``layout``, ``precision``,
@@ -194,11 +183,12 @@ class Trainer:
             measure_memory=measure_memory,
             split_every=split_every,
         )
+        super().__init__()
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.global_batch = global_batch
         # Absolute: a run stays in its folder when the program changes directory.
         self.run_dir = None if run_dir is None else Path(run_dir).absolute()
-        self.shown_dir = None if run_dir is None else Path(run_dir)  # as the user wrote it
+        self.shown_dir = None if run_dir is None else Path(run_dir)
         self.seed = seed
         self.metrics = dict(metrics or {})
         self.callbacks, self.trackers = list(callbacks), list(trackers)
@@ -207,83 +197,7 @@ class Trainer:
         self.timeout = timeout
         self.measure_memory, self.split_every = measure_memory, split_every
         self.objects = dict(checked_objects({} if objects is None else objects))
-        # Where this rank writes events; fit(nproc=…) sets it where there is no run_dir.
         self.events_dir = self.run_dir
-        # Whether somebody else follows the events and shows them: a launcher, or fit(nproc=…).
-        self.events_are_shown = False
-        # Seconds from a signal until a launcher ends the ranks, where one has told.
-        self.grace: float | None = None
-        # Called on each rank when all of them have done a first step with their settings.
-        self.when_accepted: Callable[[], None] | None = None
-        # What fit was asked for: epochs, steps.
-        self.length: tuple[int | None, int | None] = (None, None)
-        self.epoch = 0
-        self._engine: Engine | None = None
-        # The state of an engine that ranks of fit(nproc=…) had; the model has its own already.
-        self._brought: dict[str, Any] | None = None
-        # Whether all ranks came to the end of fit together, a signal or not.
-        self.left_in_order = False
-        self._stops: StopRequests | None = None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, once ``fit`` has built it.
-
-        After ``fit(nproc=…)``, whose ranks are gone, it is one of this process alone that goes on
-        from what they had; it is made when it is first asked for.
-        """
-        if self._engine is None:
-            if self._brought is None:
-                raise TrainingError("the trainer has no engine before fit() is called.")
-            self._engine = self._engine_alone(self._brought)
-            self._brought = None
-        return self._engine
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether ``engine`` is there already."""
-        return self._engine is not None
-
-    def take_over(self, state: dict[str, Any], epoch: int) -> None:
-        """Go on from the engine ``state`` that ranks had; model and optimizer have it already."""
-        self._engine, self._brought, self.epoch = None, state, epoch
-
-    def for_ranks(self, *, events_are_shown: bool) -> Trainer:
-        """A copy to send to ranks: they write events, and whoever started them shows those."""
-        copied = copy.copy(self)
-        copied.trackers, copied.progress = [], False
-        copied.events_are_shown = events_are_shown
-        copied._engine = copied._brought = None
-        return copied
-
-    def _engine_alone(self, state: Mapping[str, Any]) -> Engine:
-        options = replace(self.engine_options, **_ALONE)
-        engine = Engine(
-            self.model,
-            optimizer=self.optimizer,
-            loss=self.loss,
-            world=World.init(timeout=self.timeout),
-            **options.arguments(),
-        )
-        weights = engine.model.state_dict()
-        engine.load_state_dict({**state, "model": weights, "compress": None, "reduction": None})
-        self.model, self.optimizer = engine.model, engine.optimizer
-        return engine
-
-    @property
-    def step(self) -> int:
-        """How many optimizer steps the run has done."""
-        if self._brought is not None:
-            return int(self._brought["step"])
-        return 0 if self._engine is None else self._engine.steps_done
-
-    def stop(self, reason: str = "") -> None:
-        """Ask, from a callback on any rank, that the run ends after the current step.
-
-        Rank 0 reports its ``reason``.
-        """
-        if self._stops is not None:
-            self._stops.ask(STOP, reason)
 
     def fit(
         self,
@@ -317,11 +231,12 @@ class Trainer:
             check_nproc(nproc)
             self._check_layout(nproc)
             if nproc == 1:
-                return self._fit(train, val, epochs, steps, resume)
+                return self._fit_here(train, val, epochs, steps, resume)
             if max_restarts is None:
                 max_restarts = 0 if self.run_dir is None else 3
-            return fit_processes.fit(
+            return fit_on_new_ranks(
                 self,
+                Trainer._fit_here,
                 train,
                 val,
                 epochs=epochs,
@@ -336,7 +251,7 @@ class Trainer:
                 f"fit(nproc={nproc}) was called in a world of {world.size} ranks that a launcher "
                 f"started. Leave nproc out, or start {nproc} ranks."
             )
-        return self._fit(train, val, epochs, steps, resume)
+        return self._fit_here(train, val, epochs, steps, resume)
 
     def _check_layout(self, nproc: int) -> None:
         """What can be said of the layout before any rank is started."""
@@ -346,7 +261,7 @@ class Trainer:
         check_rules(Combination(layout, options))
         check_rules_match(self.model, options.compress)
 
-    def _fit(
+    def _fit_here(
         self, train: Any, val: Any, epochs: int | None, steps: int | None, resume: bool
     ) -> History:
         """``fit`` on this rank."""
@@ -518,16 +433,6 @@ class Trainer:
                 watched.append(("EarlyStopping", callback.metric))
         for who, metric in watched:
             value_of({"loss": 0.0, **dict.fromkeys(self.metrics, 0.0)}, metric, who)
-
-    @property
-    def checkpoint_dir(self) -> str | None:
-        """Where checkpoints go, a path or a URL; ``None`` when the run keeps nothing on disk."""
-        where = self.checkpoint.where
-        if self.run_dir is None:
-            return where
-        if where is not None and "://" in where:
-            return where
-        return str(self.run_dir / (where or "checkpoints"))
 
     def _tell_batch(self, loop: Loop, train: Loader, val: Loader | None) -> None:
         """What there is to say of the batch size, as an event; of the validation data, nothing."""

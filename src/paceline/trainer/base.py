@@ -1,0 +1,160 @@
+"""What a trainer is made of, and where its run is: what its loop, saves and ranks work with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.saveable import Stateful
+from paceline.engine import Engine
+from paceline.engine.arguments import OptimizerFactory
+from paceline.engine.loss import LossFunction
+from paceline.errors import TrainingError
+from paceline.layout.batch import BatchSizes
+from paceline.options import (
+    Checkpointing,
+    DataOptions,
+    EngineOptions,
+    Evaluation,
+    Pipelining,
+    Reduction,
+    Sharding,
+    TensorParallel,
+)
+from paceline.track import Tracker
+from paceline.trainer.callbacks import Callback
+from paceline.trainer.evaluate import Metric
+from paceline.trainer.stopping import STOP, StopRequests
+from paceline.world import World
+
+_ALONE: dict[str, Any] = {
+    "layout": "dp=1",
+    "sharding": Sharding(),
+    "tensor": TensorParallel(),
+    "pipeline": Pipelining(),
+    "compress": None,
+    "local_steps": None,
+    "reduction": Reduction(),
+}
+"""The options of an engine that has no other ranks, where those of a layout would mean nothing."""
+
+
+class TrainerBase:
+    """A trainer without its verbs; see :class:`paceline.Trainer`."""
+
+    model: nn.Module
+    loss: LossFunction | None
+    optimizer: Optimizer | OptimizerFactory
+    engine_options: EngineOptions
+    batch: BatchSizes
+    global_batch: int | None
+    run_dir: Path | None
+    shown_dir: Path | None
+    """The run's folder as the user wrote it."""
+    seed: int
+    metrics: dict[str, Metric]
+    callbacks: list[Callback]
+    trackers: list[Tracker]
+    progress: bool
+    data: DataOptions
+    evaluation: Evaluation
+    checkpoint: Checkpointing
+    timeout: float | None
+    measure_memory: bool
+    split_every: int | None
+    objects: dict[str, Stateful]
+    events_dir: Path | None
+    """Where this rank writes events; ``fit(nproc=…)`` sets it where there is no ``run_dir``."""
+
+    def __init__(self) -> None:
+        # Whether somebody else follows the events and shows them: a launcher, or fit(nproc=…).
+        self.events_are_shown = False
+        # Seconds from a signal until a launcher ends the ranks, where one has told.
+        self.grace: float | None = None
+        # Called on each rank when all of them have done a first step with their settings.
+        self.when_accepted: Callable[[], None] | None = None
+        # What fit was asked for: epochs, steps.
+        self.length: tuple[int | None, int | None] = (None, None)
+        self.epoch = 0
+        self._engine: Engine | None = None
+        # The state of an engine that ranks of fit(nproc=…) had; the model has its own already.
+        self._brought: dict[str, Any] | None = None
+        # Whether all ranks came to the end of fit together, a signal or not.
+        self.left_in_order = False
+        self._stops: StopRequests | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, once ``fit`` has built it.
+
+        After ``fit(nproc=…)``, whose ranks are gone, it is one of this process alone that goes on
+        from what they had; it is made when it is first asked for.
+        """
+        if self._engine is None:
+            if self._brought is None:
+                raise TrainingError("the trainer has no engine before fit() is called.")
+            self._engine = self._engine_alone(self._brought)
+            self._brought = None
+        return self._engine
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether ``engine`` is there already."""
+        return self._engine is not None
+
+    def take_over(self, state: dict[str, Any], epoch: int) -> None:
+        """Go on from the engine ``state`` that ranks had; model and optimizer have it already."""
+        self._engine, self._brought, self.epoch = None, state, epoch
+
+    def for_ranks(self, *, events_are_shown: bool) -> Self:
+        """A copy to send to ranks: they write events, and whoever started them shows those."""
+        copied = copy.copy(self)
+        copied.trackers, copied.progress = [], False
+        copied.events_are_shown = events_are_shown
+        copied._engine = copied._brought = None
+        return copied
+
+    def _engine_alone(self, state: Mapping[str, Any]) -> Engine:
+        options = replace(self.engine_options, **_ALONE)
+        engine = Engine(
+            self.model,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            world=World.init(timeout=self.timeout),
+            **options.arguments(),
+        )
+        weights = engine.model.state_dict()
+        engine.load_state_dict({**state, "model": weights, "compress": None, "reduction": None})
+        self.model, self.optimizer = engine.model, engine.optimizer
+        return engine
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps the run has done."""
+        if self._brought is not None:
+            return int(self._brought["step"])
+        return 0 if self._engine is None else self._engine.steps_done
+
+    def stop(self, reason: str = "") -> None:
+        """Ask, from a callback on any rank, that the run ends after the current step.
+
+        Rank 0 reports its ``reason``.
+        """
+        if self._stops is not None:
+            self._stops.ask(STOP, reason)
+
+    @property
+    def checkpoint_dir(self) -> str | None:
+        """Where checkpoints go, a path or a URL; ``None`` when the run keeps nothing on disk."""
+        where = self.checkpoint.where
+        if self.run_dir is None:
+            return where
+        if where is not None and "://" in where:
+            return where
+        return str(self.run_dir / (where or "checkpoints"))
