@@ -28,6 +28,7 @@ import torch
 from checkpointing import report
 
 import paceline
+from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.checkpoint.memory.find import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
 from paceline.checkpoint.memory.snapshots import MemorySnapshots
 from paceline.checkpoint.rank_state import RankState
@@ -35,7 +36,6 @@ from paceline.config import demo
 from paceline.engine.internals import internals_of
 from paceline.models import GPT, token_cross_entropy
 from paceline.testing import RankPool
-from paceline.trainer.saving import Checkpoints
 
 STEPS = 10
 OFF, TEN, ONE, COPIED = "off", "k=10", "k=1", "k=1, copied to a partner"

@@ -221,7 +221,7 @@ def on_each_cpu_rank(options: argparse.Namespace) -> dict[str, list[float]]:
         callbacks=[turns],
         run_dir=options.run_dir,
         progress=False,
-        checkpoint=paceline.Checkpointing(at_end=False),
+        checkpoint=paceline.Checkpointing(save_at_end=False),
     )
     trainer.fit(Windows(batches), steps=options.steps * (options.rounds + 1))
     return turns.seconds

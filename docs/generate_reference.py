@@ -24,7 +24,8 @@ import paceline
 from paceline.cli.app import app
 from paceline.config import json_schema
 from paceline.layout import Layout
-from paceline.layout.rules import RULES, Request, check_rules
+from paceline.options import EngineOptions, LocalSteps, Pipelining, Reduction, Sharding
+from paceline.options.rules import RULES, Combination, check_rules
 
 ROOT = Path(__file__).parent.parent
 
@@ -204,8 +205,8 @@ def rules_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def requests_to_try() -> Iterator[Request]:
-    """Requests with one setting, then with two, and so on, so that the simplest come first."""
+def requests_to_try() -> Iterator[Combination]:
+    """Combinations with one setting, then with two, and so on, so that the simplest come first."""
     settings = [
         *[("layout", Layout.parse(text)) for text in ("cp=2", "replicas=2,dp=2", "dp=2", "tp=2")],
         *[("layout", Layout.parse(text)) for text in ("pp=2", "dp=2,zero=3", "dp=2,zero=3,pp=2")],
@@ -213,22 +214,24 @@ def requests_to_try() -> Iterator[Request]:
             ("layout", Layout.parse(text))
             for text in ("dp=2,zero=1,tp=2", "dp=4,zero=1,replicas=2")
         ],
-        ("schedule", "zbv"),
+        ("pipeline", Pipelining("zbv")),
         ("own_loop", True),
-        ("device_map", True),
-        ("offload", "parameters"),
-        ("recompute", "selective"),
-        ("shard_dtype", "bf16"),
+        ("device_map", "auto"),
+        ("sharding", Sharding(offload="parameters")),
+        ("checkpoint_activations", "selective"),
+        ("sharding", Sharding(dtype="bf16")),
         *[("compress", name) for name in ("int8", "powersgd:4")],
-        ("reduction", ("bucket_mib='tuned'",)),
-        ("local_start", 0),
+        ("reduction", Reduction(bucket_mib="tuned")),
+        ("local_steps", LocalSteps()),
         ("sync_batchnorm", True),
     ]
     for size in range(1, 4):
         for chosen in itertools.combinations(settings, size):
             if len({name for name, _ in chosen}) == size:
-                values: dict[str, Any] = {"layout": Layout(), **dict(chosen)}
-                yield Request(**values)
+                values: dict[str, Any] = dict(chosen)
+                layout = values.pop("layout", Layout())
+                own_loop = values.pop("own_loop", False)
+                yield Combination(layout, EngineOptions.of(**values), own_loop)
 
 
 def events_page() -> str:

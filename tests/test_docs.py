@@ -17,7 +17,7 @@ from docs_blocks import PAGES, ROOT
 from paceline.cli.app import app
 from paceline.config.keys import FIELDS, section_of
 from paceline.events import Event
-from paceline.layout.rules import RULES
+from paceline.options.rules import RULES
 
 MODULES = ("__version__", "errors", "events")
 EVENTS = Event.__module__

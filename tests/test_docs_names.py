@@ -20,7 +20,7 @@ from paceline.checkpoint.folder import Folder
 from paceline.cli.app import app
 from paceline.config import Config
 from paceline.config.keys import FIELDS, is_free
-from paceline.layout.rules import RULES
+from paceline.options.rules import RULES
 from paceline.trainer.history import History
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]

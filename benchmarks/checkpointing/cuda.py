@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 import paceline
 from checkpointing import report
 from checkpointing.rivals import quiet
+from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.models import GPT, token_cross_entropy
-from paceline.trainer.saving import Checkpoints
 
 CONTEXT, VOCAB = 1024, 50304
 

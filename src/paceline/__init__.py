@@ -11,53 +11,53 @@ from typing import TYPE_CHECKING, Any
 from paceline.version import __version__
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.checkpoints import Checkpoints as Checkpoints
     from paceline.data import loader as loader
     from paceline.engine import Engine as Engine
     from paceline.engine import StepResult as StepResult
     from paceline.engine.prepare import prepare as prepare
     from paceline.layout import Layout as Layout
-    from paceline.parallel.pipeline import Pipelining as Pipelining
-    from paceline.parallel.recompute import Recompute as Recompute
-    from paceline.parallel.shard import Sharding as Sharding
+    from paceline.options import Checkpointing as Checkpointing
+    from paceline.options import Compression as Compression
+    from paceline.options import DataOptions as DataOptions
+    from paceline.options import Evaluation as Evaluation
+    from paceline.options import LocalSteps as LocalSteps
+    from paceline.options import Pipelining as Pipelining
+    from paceline.options import Recompute as Recompute
+    from paceline.options import Reduction as Reduction
+    from paceline.options import Sharding as Sharding
+    from paceline.options import TensorParallel as TensorParallel
     from paceline.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from paceline.parallel.tensor import RowParallelLinear as RowParallelLinear
-    from paceline.parallel.tensor import TensorParallel as TensorParallel
     from paceline.prove import verify as verify
     from paceline.trainer import Callback as Callback
-    from paceline.trainer import Checkpointing as Checkpointing
-    from paceline.trainer import Checkpoints as Checkpoints
-    from paceline.trainer import DataOptions as DataOptions
     from paceline.trainer import EarlyStopping as EarlyStopping
-    from paceline.trainer import Evaluation as Evaluation
     from paceline.trainer import History as History
     from paceline.trainer import Trainer as Trainer
     from paceline.trainer import WholeSet as WholeSet
     from paceline.trainer import load_weights as load_weights
-    from paceline.wire import Compression as Compression
-    from paceline.wire import LocalSteps as LocalSteps
-    from paceline.wire import Reduction as Reduction
     from paceline.world import World as World
     from paceline.world import collectives as collectives
 
 _HOME = {
     "Callback": "paceline.trainer",
-    "Checkpointing": "paceline.trainer",
-    "Checkpoints": "paceline.trainer",
-    "Compression": "paceline.wire",
-    "DataOptions": "paceline.trainer",
+    "Checkpointing": "paceline.options",
+    "Checkpoints": "paceline.checkpoint.checkpoints",
+    "Compression": "paceline.options",
+    "DataOptions": "paceline.options",
     "EarlyStopping": "paceline.trainer",
     "Engine": "paceline.engine",
-    "Evaluation": "paceline.trainer",
+    "Evaluation": "paceline.options",
     "History": "paceline.trainer",
     "Layout": "paceline.layout",
-    "LocalSteps": "paceline.wire",
+    "LocalSteps": "paceline.options",
     "ColumnParallelLinear": "paceline.parallel.tensor",
-    "Pipelining": "paceline.parallel.pipeline",
-    "Recompute": "paceline.parallel.recompute",
-    "Reduction": "paceline.wire",
+    "Pipelining": "paceline.options",
+    "Recompute": "paceline.options",
+    "Reduction": "paceline.options",
     "RowParallelLinear": "paceline.parallel.tensor",
-    "Sharding": "paceline.parallel.shard",
-    "TensorParallel": "paceline.parallel.tensor",
+    "Sharding": "paceline.options",
+    "TensorParallel": "paceline.options",
     "StepResult": "paceline.engine",
     "Trainer": "paceline.trainer",
     "WholeSet": "paceline.trainer",
@@ -69,7 +69,7 @@ _HOME = {
     "verify": "paceline.prove",
 }
 # Modules that are public under their own name.
-_MODULES = ("checkpoint", "config", "data", "errors", "events", "models", "testing")
+_MODULES = ("checkpoint", "config", "data", "errors", "events", "models", "options", "testing")
 
 __all__ = [*_HOME, "__version__", "errors", "events"]
 

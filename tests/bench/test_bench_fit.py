@@ -17,8 +17,8 @@ from paceline.bench.latency_fit import fit, predict
 from paceline.bench.pairs import summarised
 from paceline.bench.timing import make_plan
 from paceline.errors import ConfigError
-from paceline.wire import Reduction
-from paceline.wire.round_robin import round_robin
+from paceline.network.round_robin import round_robin
+from paceline.options import Reduction
 
 GOOD = {
     "collectives": "all_reduce",

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from paceline.config import Config, Model, dump, json_schema, load, resolve
 from paceline.config.keys import FIELDS
-from paceline.config.secret_words import literals
 from paceline.errors import ConfigError, LayoutError
+from paceline.masking import literals
 
 SCALARS = (
     st.none()

@@ -17,11 +17,11 @@ from paceline.checkpoint.storage.remote import FsspecStorage
 from paceline.cli.train_nodes import asked_of
 from paceline.config import Config, Secret, check, dump, json_schema, load
 from paceline.config.keys import flat
-from paceline.config.secret_words import masked, says_secret, shown
-from paceline.config.secrets import revealed
+from paceline.credentials import revealed
 from paceline.errors import CheckpointError, ConfigError
 from paceline.launch.run_folder import RunFolder
-from paceline.trainer.options import Checkpointing
+from paceline.masking import masked, says_secret, shown
+from paceline.options import Checkpointing
 
 PASSWORD = "hunter2-do-not-tell"
 

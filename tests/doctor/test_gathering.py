@@ -23,7 +23,7 @@ from paceline.doctor.facts_network import (
 )
 from paceline.doctor.links import Echo, try_link
 from paceline.doctor.multi_node import distinct_names
-from paceline.wire.round_robin import round_robin
+from paceline.network.round_robin import round_robin
 
 # Names and interfaces.
 

@@ -232,9 +232,9 @@ TRAINER: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DataOptions(drop_last="x"),  # type: ignore[arg-type]
         "DataOptions: drop_last='x' must be True or False.",
     ),
-    "at_end: text": (
-        lambda: paceline.Checkpointing(at_end="no"),  # type: ignore[arg-type]
-        "Checkpointing: at_end='no' must be True or False.",
+    "save_at_end: text": (
+        lambda: paceline.Checkpointing(save_at_end="no"),  # type: ignore[arg-type]
+        "Checkpointing: save_at_end='no' must be True or False.",
     ),
     "best: direction unknown": (
         lambda: paceline.Checkpointing(best="accuracy"),

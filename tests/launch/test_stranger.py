@@ -99,7 +99,7 @@ def can_enter(host: Host, folder: Path, port: int) -> bool:
     """Whether a machine with the secret gets in at that port of node 0's machine."""
     code = (
         "import os, sys; from paceline.launch.secret import find_secret; "
-        "from paceline.config.secrets import Secret; "
+        "from paceline.credentials import Secret; "
         "from paceline.launch.tunnel import Tunnel; "
         "t = Tunnel(find_secret(Secret('file:' + os.path.abspath('secret')))); t.probe(sys.argv[1], int(sys.argv[2]), 20); "
         "t.close()"

@@ -18,7 +18,7 @@ from node_cases import wait_for
 
 from paceline.config import load
 from paceline.config.endpoints import endpoints
-from paceline.config.secrets import Secret
+from paceline.credentials import Secret
 from paceline.errors import ConfigError
 from paceline.launch import tunnel as module
 from paceline.launch.environment import SECRET, SECRET_FILE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import LayoutError
-from paceline.parallel.pipeline.options import Pipelining
+from paceline.options import Pipelining
 from paceline.prove import Case, LayoutResult
 
 

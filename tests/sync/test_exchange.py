@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.options import Compression
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.compressed.formats import Turn
 from paceline.sync.compressed.powersgd import PowerSGD
 from paceline.sync.wire import Wire
-from paceline.wire import Compression
 from paceline.world import World
 
 FORMS = ["fp16", "bf16", "int8", "sign", "topk:0.1", "randomk:0.1", "topk:0.1+fp16", "powersgd:3"]

@@ -12,13 +12,13 @@ import paceline
 from paceline.data import share
 from paceline.engine.internals import internals_of
 from paceline.errors import LayoutError
+from paceline.network.links import PIECE_BYTES
+from paceline.network.topology import Topology
+from paceline.options import Compression
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.hierarchical import Hierarchical, Levels, find_nodes
 from paceline.sync.plain import PlainSync
 from paceline.sync.wire import Wire
-from paceline.wire import Compression
-from paceline.wire.links import PIECE_BYTES
-from paceline.wire.topology import Topology
 
 # Nodes of equal size, of unequal size, the smaller one first, ranks in turns, three nodes; a single
 # node, and a rank a node, which need not go in two levels and can.

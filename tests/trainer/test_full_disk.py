@@ -198,7 +198,7 @@ def test_the_last_save_is_tried_again_and_there_is_time_to_make_room(
     def make_room(seconds: float) -> None:
         (small_disk / "filler").unlink(missing_ok=True)
 
-    monkeypatch.setattr("paceline.trainer.loop_saves.time.sleep", make_room)
+    monkeypatch.setattr("paceline.trainer.save_schedule.time.sleep", make_room)
     run = trainer(small_disk / "run", Disk(small_disk, 1))
     assert run.fit(data(), steps=3).reason == "done"
     saved = [e for e in events.read(small_disk / "run") if isinstance(e, CheckpointSaved)]
@@ -209,7 +209,7 @@ def test_the_last_save_is_tried_again_and_there_is_time_to_make_room(
 def test_a_save_that_failed_is_tried_again_on_the_way(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.trainer.loop_saves._FIRST_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("paceline.trainer.save_schedule._FIRST_RETRY_SECONDS", 0.0)
     run = trainer(small_disk / "run", Disk(small_disk, 3, 5), every=4, keep=9)
     run.fit(data(), steps=7)
     saved = [e for e in events.read(small_disk / "run") if isinstance(e, CheckpointSaved)]

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import RankFailed, TrainingError
-from paceline.trainer import own_ranks
+from paceline.trainer import fit_processes
 
 
 class Watcher(paceline.Callback):
@@ -95,7 +95,7 @@ def on_pool(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
                 raise KeyboardInterrupt from None
             raise
 
-    monkeypatch.setattr(own_ranks.local, "call", call)
+    monkeypatch.setattr(fit_processes.local, "call", call)
 
 
 def assert_same(found: paceline.Trainer, wanted: paceline.Trainer) -> None:

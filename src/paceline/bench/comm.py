@@ -16,7 +16,7 @@ from paceline.bench.latency_fit import predict
 from paceline.bench.operations import prepare
 from paceline.bench.pairs import Found, PairProbe, between, summarised
 from paceline.bench.timing import measure, time_once
-from paceline.wire.round_robin import round_robin
+from paceline.network.round_robin import round_robin
 from paceline.world import World, collectives
 from paceline.world.group import Group
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.bench.collectives import COLLECTIVES, algorithm_bandwidth, bus_bandwidth
 from paceline.bench.latency_fit import LatencyFit, fit
-from paceline.wire.links import Link
+from paceline.network.links import Link
 
 
 @dataclass(frozen=True)

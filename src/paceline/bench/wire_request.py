@@ -11,10 +11,10 @@ from typing import Any
 from paceline.bench.wire_result import LEAST_STEPS, PLAIN
 from paceline.config import Config, check
 from paceline.config.keys import flat
-from paceline.config.wire import CompressSection
+from paceline.config.spreading import CompressSection
 from paceline.errors import ConfigError, LayoutError, TrainingError
 from paceline.layout import Layout
-from paceline.wire import Form, LocalSteps
+from paceline.options import Form, LocalSteps
 
 DEFAULT_FORMATS = (
     PLAIN,
@@ -43,7 +43,7 @@ class WireChoice:
                 f"{text!r} needs its steps between two meetings, as in local:10 or local:10:average"
             )
         every, method = int(found["every"]), found["method"]
-        LocalSteps(every, method or LocalSteps.method)
+        LocalSteps(every, method or LocalSteps.method)  # type: ignore[arg-type]
         return WireChoice(text, every, method)
 
     @property

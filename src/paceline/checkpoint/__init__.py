@@ -2,6 +2,8 @@
 
 Commands that only look at checkpoints must not wait for torch.
 
+- ``checkpoints``: the public class that saves an engine and restores it; ``saveable``: what it asks
+  of one.
 - ``checkpoint``: one checkpoint; ``folder``: those of a run; ``locate``: from a path or URL there;
   ``listing``, ``pruning``, ``retention``, ``best``, ``diff``.
 - ``manifest``: the file that says what a checkpoint holds; ``hashing``: digests and keys;
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from paceline.checkpoint.checkpoints import Checkpoints as Checkpoints
     from paceline.checkpoint.diff import diff_checkpoints as diff_checkpoints
     from paceline.checkpoint.folder import Folder as Folder
     from paceline.checkpoint.listing import list_checkpoints as list_checkpoints
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Checkpoint": "checkpoint",
+    "Checkpoints": "checkpoints",
     "Folder": "folder",
     "diff_checkpoints": "diff",
     "export_hf": "weights.export",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.errors import CheckpointError
+from paceline.options.checkpointing import is_loss
 
 Mode = Literal["min", "max"]
 _KEY = "best"
@@ -68,11 +69,6 @@ def goal_of(
             )
         mode = modes[0] if modes else "min"
     return Goal(metric, mode)
-
-
-def is_loss(metric: str) -> bool:
-    """Whether the name says that less is better; of other metrics nobody can know."""
-    return metric.endswith("loss")
 
 
 def _recorded(info: Mapping[str, Any]) -> Goal | None:

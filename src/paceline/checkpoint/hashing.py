@@ -12,14 +12,12 @@ import hmac
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import xxhash
 
+from paceline.credentials import named_key
 from paceline.errors import CheckpointDamaged, ConfigError, KeyNeeded
-
-if TYPE_CHECKING:
-    from paceline.config.secrets import Secret
 
 Name = Literal["xxh3", "blake2b"]
 NAMES: tuple[Name, ...] = ("xxh3", "blake2b")
@@ -212,14 +210,9 @@ def with_key(key: str | None) -> Digest:
     return XXH3 if key is None else make_digest("blake2b", key)
 
 
-def check_reference(key: Any) -> None:
-    """Raise ``ConfigError`` where ``key`` is no ``env:NAME`` and no ``file:PATH``."""
-    _secret(key)
-
-
 def read_key(reference: str) -> bytes:
     """The key that ``env:NAME`` or ``file:PATH`` refers to, as hashes take it."""
-    secret = _secret(reference).reveal().encode()
+    secret = named_key(reference).reveal().encode()
     if len(secret) < LEAST_KEY:
         raise ConfigError(
             f"{reference} holds {len(secret)} bytes; a key takes at least {LEAST_KEY}. Make one: "
@@ -227,14 +220,3 @@ def read_key(reference: str) -> bytes:
         )
     # Of any length, made into one that BLAKE2b takes.
     return hashlib.blake2b(secret, person=b"paceline-digest").digest()
-
-
-def _secret(reference: Any) -> Secret:
-    from paceline.config.secrets import HOW_TO, Secret
-
-    if not isinstance(reference, str):
-        raise ConfigError(f"the key of checkpoints is named by where it is kept: {HOW_TO}.")
-    try:
-        return Secret(reference)
-    except ValueError as error:
-        raise ConfigError(f"the key of checkpoints: {error}.") from None

@@ -223,7 +223,7 @@ def _is_inside(place: Path, folder: Path) -> bool:
 
 def _not_followed(says: str, where: str, options: Any) -> CheckpointError:
     """A config may be anybody's: it does not make us connect to a place of its choosing."""
-    from paceline.config.secret_words import masked  # loads all of the config's schema
+    from paceline.masking import masked  # loads all of the config's schema
 
     through = ""
     if isinstance(options, dict) and options:

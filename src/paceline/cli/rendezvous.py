@@ -25,7 +25,7 @@ def rendezvous(
     import socket
 
     from paceline.config.endpoints import Endpoint
-    from paceline.config.secrets import Secret
+    from paceline.credentials import Secret
     from paceline.errors import LaunchError
     from paceline.launch.secret import find_secret, open_to_strangers
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.endpoints import endpoints
 from paceline.config.fields import node_range
-from paceline.config.secret_words import shown
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import Event, EventLog
 from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder, has_mark
 from paceline.launch.secret import find_secret, open_to_strangers
+from paceline.masking import shown
 from paceline.untrusted import open_to_append, printable
 from paceline.version import __version__
 

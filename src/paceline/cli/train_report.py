@@ -9,10 +9,10 @@ from typing import NoReturn
 
 from paceline.cli.console import say
 from paceline.config import Config
-from paceline.config.secret_words import masked
-from paceline.config.secrets import Secret
+from paceline.credentials import Secret
 from paceline.events.wording import at_step
 from paceline.launch.run_folder import RunFolder
+from paceline.masking import masked
 from paceline.track.summary import Summary
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
-from paceline.config import demo
+import paceline.config.demo as demo
 from paceline.config.clashes import rule_problems, without_effect
 from paceline.config.code import code_folders
 from paceline.config.devices import count_gpus
@@ -22,9 +22,9 @@ from paceline.config.fields import node_range
 from paceline.config.keys import FIELDS, flat, is_secret
 from paceline.config.resolving import most_nodes, nproc_of, on_gpu, world_of
 from paceline.config.schema import Config
-from paceline.config.secrets import Secret, references
 from paceline.config.sources import Path
 from paceline.config.targets import UNKNOWN, Callee, argument_problems, look_up
+from paceline.credentials import Secret, references
 from paceline.errors import ConfigError, DataError, LayoutError
 from paceline.layout import Layout
 

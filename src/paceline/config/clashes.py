@@ -9,39 +9,15 @@ from paceline.config.schema import Config
 from paceline.config.sections import Section
 from paceline.config.sources import Path
 from paceline.layout import Layout
-from paceline.layout.rules import Request, broken_rule, clash
-from paceline.wire import Form
-
-_PLACES: dict[str, Path] = {
-    "layout": ("layout",),
-    "schedule": ("pipeline", "schedule"),
-    "checkpoint_activations": ("checkpoint_activations",),
-    "sharding.dtype": ("sharding", "dtype"),
-    "sharding.offload": ("sharding", "offload"),
-    "device_map": ("device_map",),
-    "local_steps": ("local_steps", "every"),
-    "sync_batchnorm": ("train", "sync_batchnorm"),
-    "bucket_mib": ("reduction", "bucket_mib"),
-}
-"""Where a config says what a rule looks at."""
+from paceline.options import EngineOptions, Form
+from paceline.options.declare import declared
+from paceline.options.rules import Combination, broken_rule, clash
 
 
 def rule_problems(config: Config, layout: Layout) -> Iterator[tuple[Path, str]]:
     """The rule that ``config`` breaks on ``layout``: the settings that clash come first."""
-    found = broken_rule(
-        Request(
-            layout,
-            schedule=config.pipeline.schedule,
-            offload=config.sharding.offload,
-            shard_dtype=config.sharding.dtype,
-            device_map=config.device_map is not None,
-            recompute=str(config.checkpoint_activations),
-            compress=config.compress.options().formats,
-            reduction=config.reduction.options().asked,
-            local_start=None if config.local_steps.every is None else config.local_steps.start,
-            sync_batchnorm=config.train.sync_batchnorm,
-        )
-    )
+    options = config.engine_options(max_memory=None)  # of which no rule has anything to say
+    found = broken_rule(Combination(layout, options))
     if found is None:
         return
     rule, reason = found
@@ -72,7 +48,11 @@ def keys_of_setting(config: Config, setting: str) -> list[Path]:
     if setting == "reduction":
         asked = config.reduction.options().asked
         return [("reduction", text.partition("=")[0]) for text in asked]
-    return [_PLACES[setting]]
+    if setting == "local_steps":
+        return [("local_steps", "every")]
+    key = declared(EngineOptions)[setting].key if "." not in setting else setting
+    assert key is not None
+    return [tuple(key.split("."))]
 
 
 def without_effect(config: Config) -> Iterator[tuple[Path, str]]:
@@ -84,6 +64,11 @@ def without_effect(config: Config) -> Iterator[tuple[Path, str]]:
     compress, rounds = config.compress, config.local_steps
     if compress.options().formats is None and "format" not in compress.model_fields_set:
         yield from _idle(config, "compress", compress, "format", "set that, as in int8")
+    if config.max_memory is not None and config.device_map is None:
+        yield (
+            ("max_memory",),
+            "max_memory has no effect without device_map; set that, as in auto, or leave this out",
+        )
     if rounds.every is None and "every" not in rounds.model_fields_set:
         yield from _idle(config, "local_steps", rounds, "every", "set that, as in 50")
 

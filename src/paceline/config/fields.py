@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from paceline.config.secret_words import is_reference, looks_secret, masked
-from paceline.config.secrets import Secret, check_no_literals
+from paceline.credentials import Secret, check_no_literals
 from paceline.layout import Layout
+from paceline.masking import is_reference, looks_secret, masked
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from paceline.config.schema import Config
-from paceline.config.secrets import Secret
 from paceline.config.sources import Path
+from paceline.credentials import Secret
 
 _ELSEWHERE = {
     "accumulate_grad_batches": "batch.accumulate",

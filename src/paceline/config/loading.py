@@ -7,16 +7,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
-from paceline.config import overrides as overriding
-from paceline.config import python_file, yaml_file
+import paceline.config.overrides as overriding
+import paceline.config.python_file as python_file
+import paceline.config.yaml_file as yaml_file
 from paceline.config.bounds import check_bounds
 from paceline.config.checks import check
 from paceline.config.keys import nearest
 from paceline.config.schema import Config
 from paceline.config.sources import Path, Sources
+from paceline.config.spreading import spelled_out
 from paceline.config.validate import validate
 from paceline.config.values import found
-from paceline.config.wire import spelled_out
 from paceline.errors import ConfigError
 from paceline.untrusted import MOST_CONFIG_BYTES, read_bytes
 

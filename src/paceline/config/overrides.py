@@ -6,13 +6,13 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paceline.config import yaml_file
+import paceline.config.yaml_file as yaml_file
 from paceline.config.keys import is_secret
-from paceline.config.secret_words import MASK, is_reference, masked, says_secret, shown
 from paceline.config.sources import Path, Sources
+from paceline.config.spreading import spelled_out
 from paceline.config.values import found
-from paceline.config.wire import spelled_out
 from paceline.errors import ConfigError
+from paceline.masking import MASK, is_reference, masked, says_secret, shown
 
 EXCLUSIVE: tuple[tuple[Path, Path], ...] = ((("train", "steps"), ("train", "epochs")),)
 """Pairs of keys of which a config sets one: an override of either replaces the other."""

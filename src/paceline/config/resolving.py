@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.config import yaml_file
+import paceline.config.yaml_file as yaml_file
 from paceline.config.devices import count_gpus
 from paceline.config.fields import node_range
 from paceline.config.schedule import scaled_lr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.config.schema import Schedule
+from paceline.config.training import Schedule
 from paceline.errors import ConfigError
 
 

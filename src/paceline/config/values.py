@@ -10,8 +10,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from paceline.config.keys import nearest
-from paceline.config.secret_words import masked
-from paceline.config.secrets import Secret
+from paceline.credentials import Secret
+from paceline.masking import masked
+from paceline.options.declare import range_in_words
 
 _SAME_VALUE = {
     "float32": "fp32",
@@ -117,13 +118,7 @@ def _range(limits: list[Any]) -> str:
     for limit in limits:
         for part in (limit, *getattr(limit, "metadata", ())):
             bounds |= {name: getattr(part, name) for name in _BOUNDS if hasattr(part, name)}
-    if "ge" in bounds and "le" in bounds:
-        return f" from {bounds['ge']} to {bounds['le']}"
-    if "ge" in bounds and "lt" in bounds:
-        return f" from {bounds['ge']} to below {bounds['lt']}"
-    if "gt" in bounds:
-        return f" above {bounds['gt']}"
-    return f", {bounds['ge']} or more" if "ge" in bounds else ""
+    return range_in_words(bounds)
 
 
 def _short(value: Any, limit: int = 60) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from paceline.config.bounds import MOST_DIGITS, Budget
-from paceline.config.secret_words import MASK, says_secret
 from paceline.config.sources import Path
 from paceline.errors import ConfigError
+from paceline.masking import MASK, says_secret
 
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"

@@ -36,7 +36,7 @@ from paceline.doctor.own_machine import (
 from paceline.doctor.rendezvous import PREFIX, DoctorRendezvous, RendezvousFailed, RendezvousLost
 from paceline.launch.listening import is_loopback
 from paceline.launch.secret import open_to_strangers
-from paceline.wire.round_robin import round_robin
+from paceline.network.round_robin import round_robin
 
 # Reading machines' own facts may take torch's import and the build of a model.
 _FACTS_TIMEOUT_S = 180.0

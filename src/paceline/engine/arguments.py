@@ -1,31 +1,30 @@
 """What may be passed to :class:`Engine`, :class:`Trainer`, ``prepare`` and ``verify``, by kind.
 
 A wrong kind is answered here, in one sentence, before anything is built: not by an error from
-somewhere inside a step. What the values mean together is checked by ``checks.py`` and the rules.
+somewhere inside a step. Options check themselves (``paceline.options``); what values mean together
+is checked by ``checks.py`` and the rules.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import LossError, TrainingError
-from paceline.parallel.pipeline.options import Pipelining
-from paceline.parallel.shard import Sharding
-from paceline.parallel.tensor.options import TensorParallel
+from paceline.options.declare import shown
 from paceline.world import World
 
-_SHOWN = 60
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+Schedule = Callable[[int], float] | LRScheduler
 
 
-def check_arguments(
-    model: Any, loss: Any, optimizer: Any, options: Mapping[str, Any], world: Any = None
-) -> None:
+def check_arguments(model: Any, loss: Any, optimizer: Any, world: Any = None) -> None:
     """Refuse arguments that are not of the kind that :class:`Engine` takes."""
     check_model(model)
     check_loss(loss)
@@ -34,14 +33,6 @@ def check_arguments(
         raise TrainingError(
             f"world={shown(world)} must be a paceline.World. Leave it out for the world that this "
             "process was launched into."
-        )
-    for name, check in _CHECKS.items():
-        if (value := options.get(name)) is not None:
-            check(name, value)
-    if options.get("max_memory") is not None and options.get("device_map") is None:
-        raise TrainingError(
-            "max_memory= bounds the devices of a device map, and there is none. Pass "
-            "device_map='auto' with it, or leave it out."
         )
 
 
@@ -90,6 +81,17 @@ def check_switches(whose: str, **values: Any) -> None:
             raise TrainingError(f"{whose}{name}={shown(value)} must be True or False.")
 
 
+def refuse_unknown(taker: type, unknown: Mapping[str, Any]) -> None:
+    """Refuse arguments that ``taker``, :class:`Engine` or :class:`Trainer`, does not have."""
+    known = sorted(inspect.signature(taker).parameters.keys() - {"unknown"})
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise TrainingError(
+            f"{taker.__name__} got an unknown argument {name}.{hint} It takes {', '.join(known)}."
+        )
+
+
 def check_call(call: Callable[..., Any], arguments: list[Any], named: Mapping[str, Any]) -> None:
     """Refuse a batch whose items do not fit what ``call`` (a model's forward) takes."""
     try:
@@ -103,77 +105,3 @@ def check_call(call: Callable[..., Any], arguments: list[Any], named: Mapping[st
             "batch is the target and the others go to the model; without it all of them do, and "
             "the model returns its own loss. Pass loss=, or forward= to call the model yourself."
         ) from error
-
-
-def shown(value: Any) -> str:
-    """``value`` as a user would write it, cut short."""
-    text = value.__name__ if isinstance(value, type) else repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
-
-
-def _positive(name: str, value: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or math.isnan(value) or not value > 0:
-        raise TrainingError(
-            f"{name}={shown(value)} must be a number greater than 0, or None for no clipping."
-        )
-
-
-def _samples(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise TrainingError(f"{name}={shown(value)} must be a whole number of samples, 1 or more.")
-
-
-def _switch(name: str, value: Any) -> None:
-    check_switches("", **{name: value})
-
-
-def _function(called: str) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if not callable(value):
-            raise TrainingError(f"{name}={shown(value)} must be a function, called as {called}.")
-
-    return check
-
-
-def _made_with(kind: type) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, kind):
-            raise TrainingError(
-                f"{name}={shown(value)} must be made with paceline.{kind.__name__}(…)."
-            )
-
-    return check
-
-
-def _device_map(name: str, value: Any) -> None:
-    if not isinstance(value, str | Mapping):
-        raise TrainingError(
-            f"{name}={shown(value)} must be 'auto' or a dict from the names of modules to devices."
-        )
-
-
-def _bounds(name: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise TrainingError(
-            f"{name}={shown(value)} must be a dict from devices to bytes, such as "
-            "{'cuda:0': '20GiB'}."
-        )
-
-
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "microbatch": _samples,
-    "clip_norm": _positive,
-    "clip_value": _positive,
-    "compile": _switch,
-    "sync_batchnorm": _switch,
-    "forward": _function("forward(model, batch)"),
-    "count": _function("count(batch)"),
-    "init": _function("init(module)"),
-    "sharding": _made_with(Sharding),
-    "tensor": _made_with(TensorParallel),
-    "pipeline": _made_with(Pipelining),
-    "device_map": _device_map,
-    "max_memory": _bounds,
-}
-"""By option, what its value must be; ``None`` is always its default."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.engine.arguments import OptimizerFactory
 from paceline.engine.checks import check_loss_parameters, check_optimizer, check_schedule
 from paceline.engine.context import StepContext
 from paceline.engine.initial_weights import start_from_one_model, start_from_one_optimizer
@@ -17,13 +18,6 @@ from paceline.engine.memory import MemoryMeter
 from paceline.engine.microbatches import Microbatches
 from paceline.engine.nonfinite import NonFiniteCheck
 from paceline.engine.optimizer_groups import Groups
-from paceline.engine.options import (
-    EngineOptions,
-    OptimizerFactory,
-    compression_of,
-    local_steps_of,
-    ways_of,
-)
 from paceline.engine.precision import Precision
 from paceline.engine.rank_state import RankStates
 from paceline.engine.same_batches import SameBatches
@@ -31,14 +25,15 @@ from paceline.engine.spreading import Spreading
 from paceline.engine.state import WholeState
 from paceline.engine.whole_model import WholeModel
 from paceline.layout import Layout
+from paceline.options import EngineOptions
+from paceline.options.rules import Combination, check_rules
 from paceline.parallel import sync_batchnorm
-from paceline.parallel.compose import check_layout, needs_sample
+from paceline.parallel.compose import needs_sample
 from paceline.parallel.meta import is_on_meta
 from paceline.sync.local_sgd import LocalSGD
 from paceline.sync.plain import PlainSync
 from paceline.sync.protocol import Sync
 from paceline.sync.replica import Replica
-from paceline.wire import Reduction
 from paceline.world import World
 
 # Ranks with different ones would not compute one step; most others would not even meet.
@@ -64,41 +59,38 @@ def build(
 
     A collective: all ranks start from one model and one optimizer.
     """
-    ways = ways_of(options)
-    check_layout(layout, ways)
-    precision = Precision(options["precision"], world.device, sharded=bool(layout.beyond_dp))
-    if options["sync_batchnorm"]:
+    check_rules(Combination(layout, options))
+    precision = Precision(options.precision, world.device, sharded=bool(layout.beyond_dp))
+    if options.sync_batchnorm:
         model = sync_batchnorm.convert(model)
-    module = LossModule(model, loss, options["forward"], options["count"])
+    module = LossModule(model, loss, options.forward, options.count)
     check_loss_parameters(module)
     notes = start_from_one_model(
-        module, world, initial_weights=options["initial_weights"], settings=_shared(options, layout)
+        module, world, initial_weights=options.initial_weights, settings=_shared(options, layout)
     )
     # Sharding and device maps move what they keep there; a sample runs where its batch is.
-    sharded = layout.zero and not needs_sample(layout, ways)
-    if not is_on_meta(model) and not sharded and ways.device_map is None:
+    sharded = layout.zero and not needs_sample(layout, options)
+    if not is_on_meta(model) and not sharded and options.device_map is None:
         module.to(world.device)
     precision.prepare(module)
     replica = Replica(model, layout, world)
     optimizer = _made(optimizer, model)
-    check_schedule(options["schedule"], optimizer)
+    check_schedule(options.schedule, optimizer)
     start_from_one_optimizer(optimizer, model, world)
     groups = Groups(optimizer, model)
     microbatches = Microbatches(
-        replica, module, precision, most=options["microbatch"], pipelining=ways.pipeline
+        replica, module, precision, most=options.microbatch, pipelining=options.pipeline
     )
-    plain = PlainSync(replica, compression_of(options), Reduction.of(options["reduction"]))
+    plain = PlainSync(replica, options.compress, options.reduction)
     spreading = Spreading(
         replica,
-        ways,
+        options,
         module,
         precision,
         optimizer,
         groups,
         microbatches,
         plain,
-        initial_weights=options["initial_weights"],
-        init=options["init"],
     )
     whole = WholeModel(model)
     if not spreading.needs_batch:
@@ -110,13 +102,13 @@ def build(
         precision=precision,
         optimizer=optimizer,
         groups=groups,
-        learning_rate=LearningRate(optimizer, options["schedule"]),
+        learning_rate=LearningRate(optimizer, options.schedule),
         microbatches=microbatches,
         same_batches=SameBatches(layout, world),
         sync=_synchronising(plain, replica, precision, options),
-        nonfinite=NonFiniteCheck(options["nonfinite"], replica, module, precision),
-        clip_norm=options["clip_norm"],
-        clip_value=options["clip_value"],
+        nonfinite=NonFiniteCheck(options.nonfinite, replica, module, precision),
+        clip_norm=options.clip_norm,
+        clip_value=options.clip_value,
     )
     meter = MemoryMeter(model, optimizer, world.device)
     state, rank_state = WholeState(context, whole), RankStates(context, whole)
@@ -125,7 +117,7 @@ def build(
 
 def _shared(options: EngineOptions, layout: Layout) -> dict[str, Any]:
     """The settings that must be the same on all ranks."""
-    shared = {name: value for name, value in options.items() if name in _SAME_ON_ALL_RANKS}
+    shared = {name: options[name] for name in _SAME_ON_ALL_RANKS}
     return {"layout": str(layout)} | shared
 
 
@@ -140,8 +132,7 @@ def _synchronising(
     plain: PlainSync, replica: Replica, precision: Precision, options: EngineOptions
 ) -> Sync:
     """Plain, unless replicas are to train alone. Then a collective."""
-    local_steps = local_steps_of(options)
-    if local_steps is None:
+    if options.local_steps is None:
         return plain
-    nonfinite, scaler = options["nonfinite"], precision.scaler
-    return LocalSGD(local_steps, replica, plain, nonfinite=nonfinite, scaler=scaler)
+    nonfinite, scaler = options.nonfinite, precision.scaler
+    return LocalSGD(options.local_steps, replica, plain, nonfinite=nonfinite, scaler=scaler)

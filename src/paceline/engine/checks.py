@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paceline.engine.options import compression_of
 from paceline.errors import CheckpointError, LossError, TrainingError
+from paceline.options import Compression, EngineOptions
 from paceline.parallel.averaging import sparse_embedding
-from paceline.wire import Compression, Reduction
 
 _NAMES_TOLD = 5
 
 
-def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> None:
+def check_model_and_options(model: nn.Module, options: EngineOptions) -> None:
     """Refuse a model without anything to train, and options that do not suit it."""
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainingError(
@@ -28,18 +27,14 @@ def check_model_and_options(model: nn.Module, options: Mapping[str, Any]) -> Non
         )
     if (sparse := sparse_embedding(model)) is not None:
         _check_rows_can_travel(sparse, options)
-    check_rules_match(model, options["compress"])
-    if options["nonfinite"] not in ("stop", "skip", "ignore"):
-        raise TrainingError(
-            f"nonfinite={options['nonfinite']!r} must be 'stop', 'skip' or 'ignore'."
-        )
+    check_rules_match(model, options.compress)
 
 
-def _check_rows_can_travel(embedding: str, options: Mapping[str, Any]) -> None:
+def _check_rows_can_travel(embedding: str, options: EngineOptions) -> None:
     asked = None
-    if compression_of(options) is not None:
+    if options.compress is not None:
         asked, without = "compress", "without compression (compress.format: none)"
-    elif Reduction.of(options["reduction"]).hierarchy == "always":
+    elif options.reduction.hierarchy == "always":
         asked, without = "reduction: hierarchy='always'", "with reduction.hierarchy: auto"
     if asked is not None:
         raise TrainingError(

@@ -6,30 +6,37 @@ The step itself is :func:`paceline.engine.step.run_step`; ``build.py`` puts the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any, Unpack
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Never
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.engine.arguments import check_arguments
+from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments, refuse_unknown
 from paceline.engine.build import build
 from paceline.engine.checks import check_model_and_options, rules_on_frozen
 from paceline.engine.evaluation import Evaluated, evaluate_batch, evaluation_mode
-from paceline.engine.initial_weights import check_initial_weights, check_not_spread
+from paceline.engine.initial_weights import check_not_spread
 from paceline.engine.internals import HasInternals
 from paceline.engine.loss import LossFunction
 from paceline.engine.memory import Memory
-from paceline.engine.options import (
-    DEFAULTS,
-    EngineOptions,
-    OptimizerFactory,
-    check_option_names,
-)
 from paceline.engine.rank_state import RankStates
 from paceline.engine.result import StepResult
 from paceline.engine.step import run_step
 from paceline.layout import Layout
+from paceline.options import (
+    Compression,
+    EngineOptions,
+    LocalSteps,
+    Pipelining,
+    Recompute,
+    Reduction,
+    Sharding,
+    TensorParallel,
+)
+from paceline.options.engine import InitialWeights, Nonfinite
+from paceline.options.engine import Precision as PrecisionName
+from paceline.parallel.device_map import DeviceLike
 from paceline.parallel.spread import Spread
 from paceline.sync.traffic import Traffic
 from paceline.world import World, collectives
@@ -38,45 +45,47 @@ from paceline.world import World, collectives
 class Engine(HasInternals):
     """Trains ``model`` one global batch at a time, on any layout.
 
-    ``loss`` is called as ``loss(output, target)`` and returns a mean over samples, or a pair
-    ``(sum, count)``; leave it out for a model that returns its own loss. ``optimizer`` is an
-    optimizer over the model's parameters, or a function that makes one from them.
-
-    Options:
-        layout: such as ``"dp=4"``; ``"auto"`` spreads the data over the whole world.
-        microbatch: the most samples a rank puts through the model at once; a larger share is cut
-            into near-equal parts whose gradients add up without communication in between.
-        precision: ``fp32``, ``bf16`` and ``fp16`` (autocast; fp16 with a gradient scaler), or
-            ``fp64``, which casts the model and keeps every cast inside it in float64.
-        clip_norm, clip_value: bounds for the gradient's global norm, and for its elements.
-        schedule: a function from the step (0, 1, …) to a factor on each group's learning rate,
-            or one of torch's schedulers.
-        compile: compile the model with ``torch.compile``.
-        nonfinite: what to do about NaN or Inf in the loss or the gradient: ``stop`` (raise; on a
-            GPU one step later, see :meth:`settle`), ``skip`` (leave the parameters alone and go
-            on) or ``ignore``.
-        sync_batchnorm: normalise over all ranks' samples instead of each rank's own.
-        forward: ``forward(model, batch)`` returning the loss, for models that need more than
-            being called with their batch.
-        count: ``count(batch)`` tells over how many items the loss of a batch is a mean, where
-            that is not the samples.
-        sharding, tensor, pipeline: how ``zero``, ``tp`` and ``pp`` are done, where not by default:
-            :class:`paceline.Sharding`, :class:`paceline.TensorParallel`,
-            :class:`paceline.Pipelining`.
-        checkpoint_activations: recompute activations in the backward pass: ``"full"``, a number n
-            (every n-th block), ``"selective"``, or a :class:`paceline.Recompute`.
-        device_map, max_memory: put the model's parts on several devices of this one process, by
-            name or ``"auto"``, within these bounds.
-        compress: the form in which gradients travel between data-parallel ranks, such as ``"int8"``
-            or ``"topk:0.01"``, or a :class:`paceline.Compression`.
-        local_steps: let data-parallel ranks train alone for so many steps and then meet, or a
-            :class:`paceline.LocalSteps`.
-        reduction: how gradients are summed over the ranks, where not by default: a
-            :class:`paceline.Reduction`.
-        init: called with each module of a model from the meta device, to give it values.
-        initial_weights: ``"rank0"``: all ranks start from the parameters and buffers that rank 0
-            has built; ``"own"``: every rank keeps what it has built, and nothing is sent.
+    Args:
+        model: the model; it is spread over the ranks in place.
+        optimizer: an optimizer over the model's parameters, or a function that makes one from them.
+        loss: called as ``loss(output, target)``, it returns a mean over samples, or a pair
+            ``(sum, count)``. Leave it out for a model that returns its own loss.
         world: the world to train in; by default the one this process was launched into.
+        layout: How work is spread over the ranks, such as 'dp=2' or 'dp=2,zero=3,tp=2'; auto:
+            data-parallel over all of them.
+        microbatch: The most samples a rank puts through the model at once; a larger share of
+            the batch is cut into near-equal parts whose gradients add up. None: the whole share
+            at once.
+        precision: Number format of the forward and backward pass: fp32, bf16 or fp16 (autocast;
+            fp16 with a gradient scaler), or fp64, in which the whole model computes.
+        clip_norm: Clip the norm of the whole gradient to this. None: no clipping.
+        clip_value: Clip each element of the gradient to this. None: no clipping.
+        schedule: A function from the step (0, 1, …) to a factor on each group's learning rate,
+            or one of torch's schedulers.
+        compile: Compile the model with torch.compile.
+        nonfinite: On NaN or Inf in the loss or the gradient: stop the run (on a GPU one step
+            later), skip the step, or ignore it.
+        sync_batchnorm: Batch-norm statistics over all ranks' samples instead of each rank's
+            own.
+        forward: Called as forward(model, batch), it returns the loss: for models that need more
+            than being called with their batch.
+        count: Called as count(batch), it says over how many items the loss of a batch is a
+            mean, where that is not the samples.
+        sharding: How zero shards the model.
+        tensor: How tp splits layers.
+        pipeline: How pp cuts and runs the model.
+        checkpoint_activations: Recompute activations in the backward pass: of every block
+            (full), of every n-th (a number), or of all but the costly operators (selective).
+        device_map: Put parts of the model on several devices of one process: names to devices,
+            or auto.
+        max_memory: With a device map: how much of each device it may use, such as {'cuda:0':
+            '20GiB'}.
+        init: Called with each module of a model from the meta device, to give it values.
+        compress: In which form gradients travel between data-parallel ranks, such as int8.
+        local_steps: Data-parallel ranks train alone for this many steps and then meet.
+        reduction: How gradients are summed over the ranks.
+        initial_weights: What ranks start from: the model that rank 0 has built, or each its
+            own.
     """
 
     def __init__(
@@ -86,17 +95,61 @@ class Engine(HasInternals):
         optimizer: Optimizer | OptimizerFactory,
         loss: LossFunction | None = None,
         world: World | None = None,
-        **options: Unpack[EngineOptions],
+        layout: str | Layout = "auto",
+        microbatch: int | None = None,
+        precision: PrecisionName = "fp32",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        schedule: Schedule | None = None,
+        compile: bool = False,
+        nonfinite: Nonfinite = "stop",
+        sync_batchnorm: bool = False,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        count: Callable[[Any], int | Tensor] | None = None,
+        sharding: Sharding | None = None,
+        tensor: TensorParallel | None = None,
+        pipeline: Pipelining | None = None,
+        checkpoint_activations: Recompute | str | int | None = None,
+        device_map: str | Mapping[str, DeviceLike] | None = None,
+        max_memory: Mapping[DeviceLike, int | str] | None = None,
+        init: Callable[[nn.Module], None] | None = None,
+        compress: Compression | str | None = None,
+        local_steps: LocalSteps | int | None = None,
+        reduction: Reduction | None = None,
+        initial_weights: InitialWeights = "rank0",
+        **unknown: Never,
     ) -> None:
-        check_option_names(options)
-        self.options = EngineOptions(**{**DEFAULTS, **options})
-        check_arguments(model, loss, optimizer, self.options, world)
+        refuse_unknown(Engine, unknown)
+        check_arguments(model, loss, optimizer, world)
+        self.options = EngineOptions.of(
+            layout=layout,
+            microbatch=microbatch,
+            precision=precision,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            schedule=schedule,
+            compile=compile,
+            nonfinite=nonfinite,
+            sync_batchnorm=sync_batchnorm,
+            forward=forward,
+            count=count,
+            sharding=sharding,
+            tensor=tensor,
+            pipeline=pipeline,
+            checkpoint_activations=checkpoint_activations,
+            device_map=device_map,
+            max_memory=max_memory,
+            init=init,
+            compress=compress,
+            local_steps=local_steps,
+            reduction=reduction,
+            initial_weights=initial_weights,
+        )
         check_model_and_options(model, self.options)
-        check_initial_weights(self.options["initial_weights"])
         check_not_spread(model)
-        notes = rules_on_frozen(model, self.options["compress"])
+        notes = rules_on_frozen(model, self.options.compress)
         self.world = world if world is not None else World.current()
-        self.layout = Layout.parse(self.options["layout"], world_size=self.world.size)
+        self.layout = Layout.parse(self.options.layout, world_size=self.world.size)
         self.layout.check_world(self.world.size)
         self.place = self.layout.place(self.world.rank)
         self.device = self.world.device

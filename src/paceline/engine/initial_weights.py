@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from paceline.engine.optimizer_groups import Held
 from paceline.errors import TrainingError
 from paceline.layout import Layout
+from paceline.options.engine import InitialWeights
 from paceline.parallel.broadcast_weights import fingerprint, take_first_values
 from paceline.parallel.dtensor import held_runs, local
 from paceline.parallel.meta import Init, materialise
@@ -27,20 +28,10 @@ from paceline.parallel.spread import stage_holders
 from paceline.world import World, collectives
 from paceline.world.tensors import describe
 
-InitialWeights = Literal["rank0", "own"]
 _MARK = "_paceline_layout"
 """On every module of a model that is spread: as what."""
 _TOLD = 3
 """How many differences, or names, an error or a note lists."""
-
-
-def check_initial_weights(asked: Any) -> None:
-    """Refuse anything but the two ways there are."""
-    if asked not in get_args(InitialWeights):
-        raise TrainingError(
-            f"initial_weights={asked!r} must be 'rank0' (every rank takes over rank 0's model) or "
-            "'own' (every rank keeps what it has built)."
-        )
 
 
 def check_not_spread(model: nn.Module) -> None:

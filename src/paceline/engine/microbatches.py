@@ -20,9 +20,9 @@ from paceline.engine.checks import check_depends_on_parameters
 from paceline.engine.loss import LossModule
 from paceline.engine.precision import Precision
 from paceline.engine.step_timing import StepClock
+from paceline.options import Pipelining
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.loss_term import Term
-from paceline.parallel.pipeline.options import Pipelining
 from paceline.sync.protocol import StepSync
 from paceline.sync.replica import Replica
 

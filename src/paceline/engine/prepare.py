@@ -19,9 +19,7 @@ from paceline.engine.arguments import check_model
 from paceline.engine.batch import batch_size, move, placeholder, split_into
 from paceline.engine.checks import check_optimizer
 from paceline.engine.initial_weights import (
-    InitialWeights,
     check_copies_are_equal,
-    check_initial_weights,
     check_not_spread,
     make_values,
     mark_as_spread,
@@ -33,10 +31,13 @@ from paceline.errors import DataError, TrainingError
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
 from paceline.nested import map_tensors
-from paceline.parallel.compose import Ways, check_layout, shard_root, spread
+from paceline.options import EngineOptions, Sharding
+from paceline.options.engine import InitialWeights
+from paceline.options.rules import Combination, check_rules
+from paceline.parallel.compose import shard_root, spread
 from paceline.parallel.meta import Init, is_on_meta
 from paceline.parallel.replicate import sync_buffers
-from paceline.parallel.shard import Sharded, Sharding
+from paceline.parallel.shard import Sharded
 from paceline.world import World
 
 
@@ -80,10 +81,9 @@ def prepare(
     world = World.current()
     layout = Layout.parse(layout, world_size=world.size)
     layout.check_world(world.size)
-    ways = Ways(sharding=sharding or Sharding())
-    check_layout(layout, ways, own_loop=True)
+    options = EngineOptions.of(sharding=sharding, initial_weights=initial_weights, init=init)
+    check_rules(Combination(layout, options, own_loop=True))
     check_optimizer(optimizer, model)
-    check_initial_weights(initial_weights)
     check_not_spread(model)
     start_from_one_model(
         model,
@@ -106,7 +106,7 @@ def prepare(
         sizes = BatchSizes(global_batch, per_device_batch, accumulate)
         prepared = PreparedLoader(_as_loader(loader, seed, layout, sizes), model, world)
     if layout.zero:
-        sharded = shard_root(model, model, layout, world, ways)
+        sharded = shard_root(model, model, layout, world, options)
         mark_as_spread(model, layout)
         if on_meta:
             materialise(model)
@@ -116,7 +116,7 @@ def prepare(
         wrapped = model
     else:
         placed = spread(
-            model, model, layout, world, ways, materialise=materialise if on_meta else None
+            model, model, layout, world, options, materialise=materialise if on_meta else None
         )
         held, wrapped = placed.held, placed.module
     if initial_weights == "own":

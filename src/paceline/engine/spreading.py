@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from paceline.engine.batch import move, placeholder
 from paceline.engine.initial_weights import (
-    InitialWeights,
     check_copies_are_equal,
     make_values,
     mark_as_spread,
@@ -21,10 +20,11 @@ from paceline.engine.microbatches import Microbatches
 from paceline.engine.optimizer_groups import Groups
 from paceline.engine.precision import Precision
 from paceline.engine.randomness import share_random_stream
+from paceline.options import EngineOptions
 from paceline.parallel import sync_batchnorm
-from paceline.parallel.compose import Ways, needs_sample, spread
+from paceline.parallel.compose import needs_sample, spread
 from paceline.parallel.loss_term import Term
-from paceline.parallel.meta import Init, is_on_meta
+from paceline.parallel.meta import is_on_meta
 from paceline.parallel.offload import offload_state
 from paceline.sync.plain import PlainSync
 from paceline.sync.replica import Replica
@@ -36,33 +36,29 @@ class Spreading:
     def __init__(
         self,
         replica: Replica,
-        ways: Ways,
+        options: EngineOptions,
         loss: LossModule,
         precision: Precision,
         optimizer: Optimizer,
         groups: Groups,
         microbatches: Microbatches,
         sync: PlainSync,
-        *,
-        initial_weights: InitialWeights,
-        init: Init | None,
     ) -> None:
-        self._replica, self._ways = replica, ways
+        self._replica, self._options = replica, options
         self._loss, self._precision = loss, precision
         self._optimizer, self._groups = optimizer, groups
         self._microbatches, self._sync = microbatches, sync
-        self._initial_weights, self._init = initial_weights, init
         self.on_meta = is_on_meta(replica.model)
         """Whether parameters have no values, and no memory, yet."""
 
     @property
     def needs_batch(self) -> bool:
         """Whether what to split, or where to cut, is found by running the model."""
-        return needs_sample(self._replica.layout, self._ways)
+        return needs_sample(self._replica.layout, self._options)
 
     def spread(self, batch: Any = None) -> None:
         """Spread the model; ``batch`` is the first one, where the layout needs it. A collective."""
-        replica, precision, ways = self._replica, self._precision, self._ways
+        replica, precision, options = self._replica, self._precision, self._options
         layout, world = replica.layout, replica.world
         sample = None
         if batch is not None:
@@ -72,7 +68,7 @@ class Spreading:
             replica.model,
             layout,
             world,
-            ways,
+            options,
             context=precision.forward,
             sample=sample,
             materialise=self._materialise if self.on_meta else None,
@@ -82,13 +78,13 @@ class Spreading:
         replica.take_spread(found)
         self._sync.after_spreading()
         precision.device_types = sorted({device.type for device in found.devices})
-        self._loss.moves_target = ways.device_map is not None
+        self._loss.moves_target = options.device_map is not None
         if not found.is_plain:
             mark_as_spread(replica.model, layout)
             self._groups.repoint(self._optimizer, found.held)
-        if self._initial_weights == "own":
+        if self._options.initial_weights == "own":
             check_copies_are_equal(found.held, replica.model, world)
-        if ways.sharding.offload == "optimizer":
+        if options.sharding.offload == "optimizer":
             offload_state(self._optimizer)
         if layout.tp > 1:
             share_random_stream(layout, world)
@@ -101,9 +97,9 @@ class Spreading:
     def _materialise(self, root: nn.Module) -> None:
         """Give the model, or a stage of it, its values: those of rank 0 on every layout."""
         replica = self._replica
-        init = self._init or getattr(replica.model, "_init_weights", None)
+        init = self._options.init or getattr(replica.model, "_init_weights", None)
         make_values(
-            root, replica.layout, replica.world, init, initial_weights=self._initial_weights
+            root, replica.layout, replica.world, init, initial_weights=self._options.initial_weights
         )
 
     def _sample(self, batch: Any) -> Any:
@@ -113,7 +109,7 @@ class Spreading:
         part = self._microbatches.cut(batch)[0] if has_samples else placeholder(batch)
         device = replica.device
         # Placing by a device map starts from where the model is, and meta models run nowhere.
-        if self._ways.device_map is not None:
+        if self._options.device_map is not None:
             device = next(replica.model.parameters()).device
         elif self.on_meta:
             device = torch.device("cpu")

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from paceline.config.endpoints import Endpoint
-from paceline.config.secrets import Secret
+from paceline.credentials import Secret
 from paceline.errors import ConfigError
 from paceline.launch.environment import SECRET, SECRET_FILE
 from paceline.launch.listening import is_loopback

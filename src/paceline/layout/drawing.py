@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from paceline.errors import LayoutError, MissingExtra
-from paceline.layout.orders import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-
-if TYPE_CHECKING:
-    from paceline.layout.schedules import Schedule
+from paceline.layout.orders import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Timed
 
 _NAMES = {
     FORWARD: "forward",
@@ -25,7 +23,30 @@ _MOST_DRAWN = 5_000
 _HUES = {FORWARD: 212, BACKWARD: 145, INPUT_GRAD: 172, WEIGHT_GRAD: 40}
 
 
-def caption(schedule: Schedule) -> str:
+class _Schedule(Protocol):
+    """What is drawn: a :class:`paceline.layout.schedules.Schedule`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def stages_per_rank(self) -> int: ...
+    @property
+    def ranks(self) -> Sequence[Sequence[Timed]]: ...
+    @property
+    def makespan(self) -> float: ...
+    @property
+    def bubbles(self) -> Sequence[float]: ...
+    @property
+    def bubble(self) -> float: ...
+    @property
+    def most_live(self) -> Sequence[int]: ...
+
+
+def caption(schedule: _Schedule) -> str:
     """The schedule in a line: its sizes, its bubble and what its ranks hold."""
     live = schedule.most_live
     held = str(live[0]) if len(set(live)) == 1 else f"{min(live)}…{max(live)}"
@@ -37,7 +58,7 @@ def caption(schedule: Schedule) -> str:
     )
 
 
-def draw_text(schedule: Schedule, columns: int) -> str:
+def draw_text(schedule: _Schedule, columns: int) -> str:
     """See :meth:`Schedule.table`."""
     unit, exact = _unit(schedule, columns)
     width = max(len(str(t.action)) for rank in schedule.ranks for t in rank) + 1
@@ -56,7 +77,7 @@ def draw_text(schedule: Schedule, columns: int) -> str:
     return "\n".join(lines)
 
 
-def _unit(schedule: Schedule, columns: int) -> tuple[float, bool]:
+def _unit(schedule: _Schedule, columns: int) -> tuple[float, bool]:
     """How much time a column stands for, and whether every action begins and ends on one."""
     times = {
         Fraction(time).limit_denominator(1000)
@@ -75,7 +96,7 @@ def _unit(schedule: Schedule, columns: int) -> tuple[float, bool]:
     return max(min(lengths), schedule.makespan / columns), False
 
 
-def draw_svg(schedule: Schedule) -> str:
+def draw_svg(schedule: _Schedule) -> str:
     """See :meth:`Schedule.svg`."""
     left, top, row, gap = 70, 46, 30, 6
     span = schedule.makespan or 1.0
@@ -116,7 +137,7 @@ def draw_svg(schedule: Schedule) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _legend(schedule: Schedule, x: float, y: float) -> list[str]:
+def _legend(schedule: _Schedule, x: float, y: float) -> list[str]:
     parts = []
     for kind in _kinds(schedule):
         fill, _ = _colours(schedule, Action(0, kind, 0))
@@ -134,12 +155,12 @@ def _legend(schedule: Schedule, x: float, y: float) -> list[str]:
     return parts
 
 
-def _kinds(schedule: Schedule) -> list[str]:
+def _kinds(schedule: _Schedule) -> list[str]:
     used = {t.action.kind for rank in schedule.ranks for t in rank}
     return [kind for kind in _NAMES if kind in used]
 
 
-def _colours(schedule: Schedule, action: Action) -> tuple[str, str]:
+def _colours(schedule: _Schedule, action: Action) -> tuple[str, str]:
     """The colour of an action and of the number on it."""
     chunk = action.stage // schedule.pp
     lightness = 72 - 34 * chunk / max(schedule.stages_per_rank - 1, 1)
@@ -155,7 +176,7 @@ def _hex(hue: float, saturation: float, lightness: float) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
-def write_png(schedule: Schedule, path: str | Path) -> None:
+def write_png(schedule: _Schedule, path: str | Path) -> None:
     """Write the schedule as a PNG picture; needs matplotlib."""
     try:
         from matplotlib.figure import Figure

@@ -30,6 +30,14 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
+class Timed(NamedTuple):
+    """An action and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
 Group = tuple[Action, ...]
 """Actions that a rank runs one after the other before it sends any of their results."""
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple
 
+import paceline.layout.orders as orders
 from paceline.errors import LayoutError
-from paceline.layout import orders
+from paceline.layout.drawing import draw_svg, draw_text
 from paceline.layout.layout import shown_number
-from paceline.layout.orders import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Group
+from paceline.layout.orders import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Group, Timed
 
 
 class _Kind(NamedTuple):
@@ -141,14 +142,6 @@ _COST_OF = {
 }
 
 
-class Timed(NamedTuple):
-    """An action and when it runs."""
-
-    action: Action
-    start: float
-    end: float
-
-
 @dataclass(frozen=True)
 class Schedule:
     """What each rank does and when: made by :func:`build_schedule`."""
@@ -200,14 +193,10 @@ class Schedule:
 
         Costs that do not share a unit are rounded to at most ``columns`` columns, which it says.
         """
-        from paceline.layout.drawing import draw_text
-
         return draw_text(self, columns)
 
     def svg(self) -> str:
         """The schedule as an SVG picture."""
-        from paceline.layout.drawing import draw_svg
-
         return draw_svg(self)
 
 

@@ -1,4 +1,4 @@
-"""Which ways of spreading a model apply, and in what order: the one place that says so.
+"""Which options of spreading a model apply, and in what order: the one place that says so.
 
 A device map, which is for one process alone, places the model before anything else. Then:
 
@@ -13,69 +13,31 @@ A device map, which is for one process alone, places the model before anything e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.layout import Layout
-from paceline.layout.rules import ZERO_BUBBLE, Request, check_rules
+from paceline.options import EngineOptions
+from paceline.options.rules import ZERO_BUBBLE, Combination, check_rules
 from paceline.parallel.averaging import Averaging
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.device_map import DeviceLike, place
-from paceline.parallel.pipeline import Pipeline, Pipelining, cut
-from paceline.parallel.recompute import Recompute, recompute
+from paceline.parallel.device_map import place
+from paceline.parallel.pipeline import Pipeline, cut
+from paceline.parallel.recompute import recompute
 from paceline.parallel.replicate import replicate
-from paceline.parallel.shard import Sharded, Sharding, shard
+from paceline.parallel.shard import Sharded, shard
 from paceline.parallel.shard.units import find_units
 from paceline.parallel.spread import Context, LossFirst, Spread, stage_group
-from paceline.parallel.tensor import TensorParallel, TensorPlan, apply_plan, make_plan, mixing
-from paceline.wire import Reduction
+from paceline.parallel.tensor import TensorPlan, apply_plan, make_plan, mixing
 from paceline.world import World, collectives
 
 
-@dataclass(frozen=True)
-class Ways:
-    """How each way of spreading a model is to be done, where the layout asks for it."""
-
-    sharding: Sharding = field(default_factory=Sharding)
-    tensor: TensorParallel = field(default_factory=TensorParallel)
-    pipeline: Pipelining = field(default_factory=Pipelining)
-    recompute: Recompute | None = None
-    compile: bool = False
-    compress: str | None = None
-    reduction: Reduction = field(default_factory=Reduction)
-    device_map: str | Mapping[str, DeviceLike] | None = None
-    max_memory: Mapping[DeviceLike, int | str] | None = None
-    local_start: int | None = None
-    """Synchronous steps before local ones; ``None``: there are no local ones."""
-    sync_batchnorm: bool = False
-
-
-def check_layout(layout: Layout, ways: Ways, **more: bool) -> None:
-    """Refuse a layout that breaks a rule; see :mod:`paceline.layout.rules`."""
-    check_rules(
-        Request(
-            layout,
-            schedule=ways.pipeline.schedule,
-            offload=ways.sharding.offload,
-            shard_dtype=ways.sharding.dtype,
-            recompute=None if ways.recompute is None else ways.recompute.mode,
-            device_map=ways.device_map is not None,
-            compress=ways.compress,
-            reduction=ways.reduction.asked,
-            local_start=ways.local_start,
-            sync_batchnorm=ways.sync_batchnorm,
-            **more,
-        )
-    )
-
-
-def needs_sample(layout: Layout, ways: Ways) -> bool:
+def needs_sample(layout: Layout, options: EngineOptions) -> bool:
     """Whether spreading has to see a batch first: what to split is found by running the model."""
-    return layout.tp > 1 or layout.pp > 1 or ways.device_map == "auto"
+    return layout.tp > 1 or layout.pp > 1 or options.device_map == "auto"
 
 
 def spread(
@@ -83,7 +45,7 @@ def spread(
     model: nn.Module,
     layout: Layout,
     world: World,
-    ways: Ways,
+    options: EngineOptions,
     *,
     context: Context = contextlib.nullcontext,
     sample: Callable[[], Any] | None = None,
@@ -96,39 +58,41 @@ def spread(
     ``sample`` runs ``module`` once on a batch like those to come; ``materialise`` gives values to
     a model without any; ``averaging`` averages gradients instead of DDP and FSDP. A collective.
     """
-    check_layout(layout, ways)
+    check_rules(Combination(layout, options))
     pipeline, plan = None, None
     entered = context
     devices = [world.device]
-    if ways.device_map is not None:
+    if options.device_map is not None:
         run = None if sample is None else lambda _: sample()
-        placed = place(model, ways.device_map, sample=run, max_memory=ways.max_memory)
+        placed = place(model, options.device_map, sample=run, max_memory=options.max_memory)
         devices = placed.devices
     if layout.tp > 1:
         entered = _both(context, lambda: mixing(world.mesh(layout)["tp"]))
-        plan = collectives.broadcast_object(_tensor_plan(model, layout, ways, sample))
+        plan = collectives.broadcast_object(_tensor_plan(model, layout, options, sample))
     # Before cutting: a pattern may name modules of which a stage holds none.
-    units = find_units(model, ways.sharding.units) if layout.zero else []
+    units = find_units(model, options.sharding.units) if layout.zero else []
     if layout.pp > 1:
-        pipeline = _cut(module, layout, world, ways, entered, sample)
+        pipeline = _cut(module, layout, world, options, entered, sample)
     if plan is not None:
         apply_plan(model, plan, world.mesh(layout)["tp"])
-    if ways.recompute is not None:
-        recompute(model, ways.recompute, context=entered)
-    if ways.compile:
+    if options.checkpoint_activations is not None:
+        recompute(model, options.checkpoint_activations, context=entered)
+    if options.compile:
         _compile(module, model, whole=layout == Layout(dp=layout.dp))
     called, sharded = module, []
     if layout.zero:
         called = module if pipeline is not None else LossFirst(module)
         roots = [called] if pipeline is None else list(pipeline.stages)
-        sharded = [shard_root(root, model, layout, world, ways, units, averaging) for root in roots]
+        sharded = [
+            shard_root(root, model, layout, world, options, units, averaging) for root in roots
+        ]
     if materialise is not None:
         for root in [model] if pipeline is None else pipeline.stages:
             materialise(root)
         if pipeline is not None:
             pipeline.copy_tied()
     if layout.zero == 0 and layout.dp > 1 and pipeline is None and layout.tp == 1:
-        called = replicate(module, world.device, averaging, bucket_mib=ways.reduction.static_mib)
+        called = replicate(module, world.device, averaging, bucket_mib=options.reduction.static_mib)
     return Spread(
         called,
         model,
@@ -140,21 +104,21 @@ def spread(
         devices=devices,
         tensor_plan=plan,
         averaging=averaging,
-        bucket_mib=ways.reduction.static_mib,
+        bucket_mib=options.reduction.static_mib,
     )
 
 
 def _tensor_plan(
-    model: nn.Module, layout: Layout, ways: Ways, sample: Callable[[], Any] | None
+    model: nn.Module, layout: Layout, options: EngineOptions, sample: Callable[[], Any] | None
 ) -> TensorPlan:
-    options = ways.tensor
+    tensor = options.tensor
     return make_plan(
         model,
         layout.tp,
         sample=None if sample is None else lambda _: sample(),
-        user=None if options.plan == "auto" else options.plan,
-        sequence=options.sequence,
-        vocabulary=options.vocabulary,
+        user=None if tensor.plan == "auto" else tensor.plan,
+        sequence=tensor.sequence,
+        vocabulary=tensor.vocabulary,
     )
 
 
@@ -171,12 +135,12 @@ def _cut(
     module: nn.Module,
     layout: Layout,
     world: World,
-    ways: Ways,
+    options: EngineOptions,
     context: Context,
     sample: Callable[[], Any] | None,
 ) -> Pipeline:
     assert sample is not None
-    plan = collectives.broadcast_object(cut(module, sample, layout.pp, ways.pipeline))
+    plan = collectives.broadcast_object(cut(module, sample, layout.pp, options.pipeline))
     return Pipeline(
         module,
         plan,
@@ -184,7 +148,7 @@ def _cut(
         pp=layout.pp,
         group=stage_group(world, layout).process_group,
         device=world.device,
-        options=ways.pipeline,
+        options=options.pipeline,
         context=context,
     )
 
@@ -209,7 +173,7 @@ def shard_root(
     model: nn.Module,
     layout: Layout,
     world: World,
-    ways: Ways,
+    options: EngineOptions,
     units: Sequence[str] | None = None,
     averaging: Averaging | None = None,
 ) -> Sharded:
@@ -226,9 +190,9 @@ def shard_root(
         root,
         mesh["copies", "shards"] if layout.copies > 1 else mesh["shards"],
         stage=layout.zero,
-        sharding=ways.sharding,
+        sharding=options.sharding,
         model=model,
         units=units,
-        zero_bubble=layout.pp > 1 and ways.pipeline.schedule in ZERO_BUBBLE,
+        zero_bubble=layout.pp > 1 and options.pipeline.schedule in ZERO_BUBBLE,
         averaging=averaging,
     )

@@ -12,8 +12,7 @@ import difflib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,59 +20,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TrainingError
+from paceline.options import Recompute
+from paceline.options.recompute import BlockRule
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.selective_recompute import resolve, selective_contexts
 from paceline.parallel.shard.units import matches
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
-BlockRule = str | Sequence[str] | Callable[[str, nn.Module], bool]
-MODES = ("full", "selective")
 
 _MARK = "_paceline_recomputed"
 _EARLIER = "_paceline_forward"
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """What to forget in the forward pass and compute again in the backward.
-
-    ``mode`` is ``"full"`` (everything inside a block) or ``"selective"`` (all but the results of
-    the operators in ``keep``; by default matrix products, convolutions, attention and
-    collectives, which are the dear ones). ``every=2`` leaves every second block alone. ``keep``
-    names operators as ``torch.ops.aten.mm`` or ``"aten.mm"``. ``blocks`` says which modules are
-    the blocks: patterns on their names (``"layers.*"``) or a function ``(name, module) -> bool``;
-    by default the model's repeated blocks.
-    """
-
-    mode: str = "full"
-    every: int = 1
-    keep: Sequence[Any] | None = None
-    blocks: BlockRule | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise TrainingError(
-                f"recompute: mode={self.mode!r} must be 'full' or 'selective' (or, for short, "
-                "a whole number n: every n-th block in full)."
-            )
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise TrainingError(
-                f"recompute: every={self.every!r} must be a whole number, 1 or more."
-            )
-        if self.keep is not None and self.mode == "full":
-            raise TrainingError(
-                "recompute: keep= names operators whose results are kept, but mode='full' keeps "
-                "none. Use mode='selective', or leave keep out."
-            )
-
-    @classmethod
-    def of(cls, mode: Recompute | str | int) -> Recompute:
-        """``mode`` written out: ``"full"``, ``"selective"`` and a number n are short forms."""
-        if isinstance(mode, Recompute):
-            return mode
-        if isinstance(mode, int) and not isinstance(mode, bool):
-            return cls(every=mode)
-        return cls(mode=str(mode) if isinstance(mode, bool) else mode)
 
 
 def recompute(

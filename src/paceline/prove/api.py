@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.config import Config
-from paceline.engine import EngineOptions
+from paceline.engine.arguments import OptimizerFactory
 from paceline.engine.loss import LossFunction
-from paceline.engine.options import OptimizerFactory
 from paceline.engine.precision import PRECISIONS
 from paceline.errors import ConfigError, TrainingError
 from paceline.layout import Layout
-from paceline.parallel.pipeline import Pipelining
+from paceline.options import DataOptions
 from paceline.prove.cases import Case, parse_cases
 from paceline.prove.prover import Prover, Tell
 from paceline.prove.report import VerifyReport
 from paceline.prove.subject import Subject, configured, given
 from paceline.testing.pool import RankPool
-from paceline.trainer.options import DataOptions
 
 if TYPE_CHECKING:
     from paceline.prove._planted import Plant
@@ -52,7 +50,7 @@ def verify(
     timeout: float = 300.0,
     progress: bool = True,
     pool: RankPool | None = None,
-    **options: Unpack[EngineOptions],
+    **options: Any,
 ) -> VerifyReport:
     """Prove that ``layouts`` compute what one process computes, for this model and data.
 
@@ -140,7 +138,7 @@ def verify_config(
         layouts,
         microbatch=config.batch.microbatch,
         global_batch=batch,
-        pipeline=Pipelining(**config.pipeline.model_dump()),
+        pipeline=config.pipeline.options(),
     )
     clip_norm = config.train.clip_norm
     bug = _find_plant(plant, cases, clip_norm, batch)

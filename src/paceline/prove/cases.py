@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.data.batch_shares import share
 from paceline.engine.batch import split, split_into
-from paceline.engine.options import EngineOptions
 from paceline.errors import ConfigError, LayoutError, TrainingError
 from paceline.layout import Layout
-from paceline.layout.rules import Request, problem_with
-
-if TYPE_CHECKING:
-    from paceline.parallel.pipeline.options import Pipelining
+from paceline.options import EngineOptions, Pipelining, TensorParallel
+from paceline.options.rules import Combination, problem_with
 
 Piece = tuple[int, int]
 """A microbatch: the data-parallel rank that runs it, and its number there."""
@@ -99,28 +96,24 @@ class Case:
 
     def pipelining(self) -> Pipelining:
         """How the pipeline of this case is cut and run."""
-        from paceline.parallel.pipeline.options import Pipelining
-
         told = {"schedule": self.schedule, "stages_per_rank": self.stages}
         base = Pipelining() if self.pipeline is None else self.pipeline
         return replace(base, **{name: value for name, value in told.items() if value is not None})
 
-    def options(self, options: EngineOptions) -> EngineOptions:
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The engine's options for this case, from those of the run."""
-        told = EngineOptions(**{**options, "layout": self.layout, "microbatch": self.microbatch})
+        told = {**options, "layout": self.layout, "microbatch": self.microbatch}
         if self.layout.pp > 1:
             told["pipeline"] = self.pipelining()
         if self.sequence is not None:
-            from paceline.parallel.tensor import TensorParallel
-
             base = options.get("tensor") or TensorParallel()
             told["tensor"] = replace(base, sequence=self.sequence)
         return told
 
     def refusal(self) -> tuple[str, str] | None:
         """The name of the rule that refuses this layout, and its reason."""
-        schedule = self.pipelining().schedule if self.layout.pp > 1 else "1f1b"
-        return problem_with(Request(self.layout, schedule=schedule))
+        pipeline = self.pipelining() if self.layout.pp > 1 else None
+        return problem_with(Combination(self.layout, EngineOptions.of(pipeline=pipeline)))
 
     def pieces(self, samples: int) -> dict[Piece, list[int]]:
         """Which samples of a global batch each microbatch holds; as the loader and engine cut."""

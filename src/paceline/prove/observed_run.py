@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.data import Loader
-from paceline.engine import Engine, EngineOptions
+from paceline.engine import Engine
 from paceline.engine.internals import internals_of
 from paceline.errors import DataError
 from paceline.prove.cases import Case
@@ -63,8 +63,7 @@ class ObservedRun:
         self._quiet.silence(built.model)
         options = case.options(built.options)
         if alone:
-            kept = {name: value for name, value in options.items() if name not in _SPREADING}
-            options = cast(EngineOptions, kept)
+            options = {name: value for name, value in options.items() if name not in _SPREADING}
             options["sync_batchnorm"] = False
             options["microbatch"] = None if cut is None else 1  # any: the cut is what counts
         self._cut = cut

@@ -14,13 +14,12 @@ from torch.utils.data import DataLoader
 
 from paceline.config import Config
 from paceline.data import Loader, from_dataloader, loader
-from paceline.engine.arguments import check_loss, check_optimizer_kind
+from paceline.engine.arguments import OptimizerFactory, check_loss, check_optimizer_kind
 from paceline.engine.loss import LossFunction
-from paceline.engine.options import EngineOptions, OptimizerFactory
 from paceline.errors import DataError, TrainingError
+from paceline.options import DataOptions
 from paceline.testing.pickling import pickle_call
 from paceline.trainer import run
-from paceline.trainer.options import DataOptions
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Built:
     loss: LossFunction | None
     data: Any
     data_options: DataOptions
-    options: EngineOptions
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Subject:
             )
         built.model.train()
         # Compiled code would hide dropout from the prover, and takes longer than the proof.
-        options = EngineOptions(**{**built.options, "compile": False})
+        options = {**built.options, "compile": False}
         options["precision"] = self.precision
         sharding = options.get("sharding")
         if sharding is not None and self.precision == "fp64":
@@ -88,7 +87,7 @@ def given(
     loss: LossFunction | None,
     data: Any,
     data_options: DataOptions,
-    options: EngineOptions,
+    options: dict[str, Any],
 ) -> bytes:
     """The payload of what a caller of :func:`paceline.verify` passed."""
     check_loss(loss)

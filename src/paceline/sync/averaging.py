@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.layout import Layout
+from paceline.options import Compression
 from paceline.parallel.averaging import UnitParameter
 from paceline.parallel.dtensor import cuts
 from paceline.parallel.spread import data_ranks
@@ -18,7 +19,6 @@ from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.compressed.scatter import CutParameter, Scatter
 from paceline.sync.hierarchical import Hierarchical, Levels
 from paceline.sync.wire import Wire
-from paceline.wire import Compression
 from paceline.world import World
 from paceline.world.group import backend_by_device
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.network.links import PIECE_BYTES
+from paceline.network.topology import Topology
 from paceline.sync.wire import Wire, ring_bytes
-from paceline.wire.links import PIECE_BYTES
-from paceline.wire.topology import Topology
 from paceline.world import World, collectives
 
 GroupMaker = Callable[[tuple[int, ...]], dist.ProcessGroup | None]

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.network.buckets import Gradient
+from paceline.network.links import Choice, Link
 from paceline.sync.wire import Wire
-from paceline.wire.buckets import Gradient
-from paceline.wire.links import Choice, Link
 from paceline.world import World
 
 _SMALL = 16 * 2**10

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.options import LocalSteps
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.late_numbers import LateNumbers, LateQueue
 from paceline.sync.local_sgd_state import LocalSgdState, Scaler
@@ -17,7 +18,6 @@ from paceline.sync.plain import PlainSync
 from paceline.sync.protocol import StepSync
 from paceline.sync.replica import Replica
 from paceline.sync.traffic import Traffic, plain_bytes
-from paceline.wire import LocalSteps
 
 
 class LocalSGD:

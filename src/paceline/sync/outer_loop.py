@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.options import LocalSteps
+from paceline.options.local_steps import fragments_of
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.courier import Courier
 from paceline.sync.outer_step import OuterOptimizer, OuterStep, difference
 from paceline.sync.replica import Replica
 from paceline.sync.wire import Wire
-from paceline.wire import LocalSteps
-from paceline.wire.local_steps import fragments_of
 from paceline.world import World
 from paceline.world.group import backend_by_device
 from paceline.world.sealing import sealed

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.wire import LocalSteps
+from paceline.options import LocalSteps
 
 
 class OuterOptimizer:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.options import Compression, Reduction
 from paceline.parallel.averaging import Averaging
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.numbers import Numbers, Problem
@@ -19,7 +20,6 @@ from paceline.sync.plain_state import PlainState
 from paceline.sync.reduction import ReductionChoice
 from paceline.sync.replica import Replica
 from paceline.sync.traffic import Traffic
-from paceline.wire import Compression, Reduction
 
 
 class PlainSync:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from paceline.network.buckets import DEFAULT_MIB, MIB, tune
+from paceline.network.links import choose
+from paceline.network.topology import Topology
+from paceline.options import Compression, Reduction
 from paceline.parallel.averaging import sparse_embedding
 from paceline.parallel.spread import data_ranks
 from paceline.sync.averaging import GradientAveraging, group_for_gradients
@@ -16,10 +20,6 @@ from paceline.sync.hierarchical import Hierarchical, Levels, find_nodes
 from paceline.sync.link_timing import BackwardTimer, measure, measure_link
 from paceline.sync.replica import Replica
 from paceline.sync.wire import Wire
-from paceline.wire import Compression, Reduction
-from paceline.wire.buckets import DEFAULT_MIB, MIB, tune
-from paceline.wire.links import choose
-from paceline.wire.topology import Topology
 
 _TIMED_STEPS = 3  # after the first, which is unlike the others
 

@@ -170,7 +170,7 @@ class _Session:
 
 def _as_shown(key: str, value: Any) -> Any:
     """A parameter as all who open MLflow may see it."""
-    from paceline.config.secret_words import shown
+    from paceline.masking import shown
 
     *above, name = key.split(".")
     return shown(value, name, bare_key="storage" in above)

@@ -86,7 +86,7 @@ class Recorder(ABC):
                 self.record(events)
             self.finish()
         except Exception as error:
-            from paceline.config.secret_words import masked
+            from paceline.masking import masked
 
             self._broken = True
             self.on_trouble(

@@ -1,10 +1,10 @@
 """The trainer: fit, evaluate, callbacks, stopping, resume."""
 
+from paceline.checkpoint.checkpoints import Checkpoints
+from paceline.options import Checkpointing, DataOptions, Evaluation
 from paceline.trainer.callbacks import Callback, EarlyStopping
 from paceline.trainer.evaluate import WholeSet
 from paceline.trainer.history import History
-from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
-from paceline.trainer.saving import Checkpoints
 from paceline.trainer.trainer import Trainer
 from paceline.trainer.weights import load_weights
 

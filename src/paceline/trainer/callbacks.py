@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.checkpoint.best import is_loss
 from paceline.errors import CheckpointError, TrainingError
 from paceline.events import Note
+from paceline.options.checkpointing import direction
 from paceline.trainer.saved_fields import Fits, is_count, is_number, known_fields
 
 if TYPE_CHECKING:
@@ -190,19 +190,6 @@ def is_longer(length: tuple[int | None, int | None], before: tuple[int | None, i
     if any((new is None) != (old is None) for new, old in pairs):
         return True
     return any(new > old for new, old in pairs if new is not None and old is not None)
-
-
-def direction(
-    metric: str | None, mode: Literal["min", "max"] | None, who: str
-) -> Literal["min", "max"]:
-    """``mode``; without one a loss is to be small, and of other metrics nobody can know."""
-    if mode is not None:
-        return mode
-    if metric is None or is_loss(metric):
-        return "min"
-    raise TrainingError(
-        f"{who}: is a larger {metric!r} better, or a smaller one? Pass mode='max' or mode='min'."
-    )
 
 
 def sign_of(mode: str) -> int:

@@ -157,7 +157,7 @@ def take(trainer: Trainer, left: Left, train: Any) -> None:
         optimizer = optimizer([p for p in trainer.model.parameters() if p.requires_grad])
         trainer.optimizer = optimizer
     optimizer.load_state_dict(state["optimizer"])
-    schedule = trainer.engine_options.get("schedule")
+    schedule = trainer.engine_options.schedule
     if isinstance(schedule, LRScheduler) and state["schedule"] is not None:
         load_schedule(schedule, state["schedule"])
     trainer.take_over(state, left.epoch)
@@ -172,7 +172,7 @@ def take(trainer: Trainer, left: Left, train: Any) -> None:
 def _take_model(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     model = trainer.model.train()
     if any(parameter.is_meta for parameter in model.parameters()):
-        init = trainer.engine_options.get("init") or getattr(model, "_init_weights", None)
+        init = trainer.engine_options.init or getattr(model, "_init_weights", None)
         materialise(model, seed=trainer.seed, device=torch.device("cpu"), init=init)
     own = model.state_dict(keep_vars=True)
     for name, value in saved.items():

@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from paceline.checkpoint.checkpoints import Checkpoints, Restored
 from paceline.data import Loader
 from paceline.engine import StepResult
 from paceline.errors import LaunchError, NonFiniteError
@@ -23,8 +24,8 @@ from paceline.sync.late_numbers import LAG
 from paceline.trainer.callbacks import CallbackStates, sign_of, value_of
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
-from paceline.trainer.loop_saves import Saves, due
 from paceline.trainer.reporting import Reporter
+from paceline.trainer.save_schedule import Saves, due
 from paceline.trainer.saved_fields import (
     Fits,
     is_count,
@@ -33,11 +34,10 @@ from paceline.trainer.saved_fields import (
     is_whole,
     known_fields,
 )
-from paceline.trainer.saving import Checkpoints, Restored
 from paceline.trainer.step_timing import StepSplits
 from paceline.trainer.stopping import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
-from paceline.trainer.wire_notes import starting_notes
-from paceline.trainer.wire_reports import WireReports
+from paceline.trainer.sync_notes import starting_notes
+from paceline.trainer.sync_reports import WireReports
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
@@ -128,7 +128,7 @@ class Loop:
         except Interrupted:
             request = self.stops.agreed
         last = None
-        if request >= LEAVE or self.trainer.checkpoint.at_end:
+        if request >= LEAVE or self.trainer.checkpoint.save_at_end:
             last = "stop" if request else "end"
         if request >= LEAVE:
             self.saves.save_and_leave(**self._beside_state())

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from paceline.config import Config, import_target, learning_rate, load, lr_factor
 from paceline.config.code import code_folders
-from paceline.config.secrets import revealed
+from paceline.credentials import revealed
 from paceline.data import steps_per_epoch
 from paceline.data.text import ByteText, unigram_loss
-from paceline.engine import EngineOptions
 from paceline.engine.loss import LossFunction
 from paceline.errors import ConfigError, LayoutError
 from paceline.events import Baseline, Note, append
@@ -26,11 +25,7 @@ from paceline.launch.run_folder import RunFolder
 from paceline.layout import Layout
 from paceline.layout.fitting import fit
 from paceline.layout.layout import read_degrees
-from paceline.parallel.pipeline import Pipelining
-from paceline.parallel.shard import Sharding
-from paceline.parallel.tensor import TensorParallel
 from paceline.trainer.history import History
-from paceline.trainer.options import Checkpointing, DataOptions, Evaluation
 from paceline.trainer.trainer import Trainer
 from paceline.world import World
 
@@ -60,7 +55,6 @@ def from_config(
     train, val = make_datasets(config)
     if world.is_main:
         _tell_about(config, layout, train, val, run_dir, again=world.restart_count > 0)
-    key = config.checkpoint.digest_key
     trainer = Trainer(
         model,
         optimizer=make_optimizer(config, model),
@@ -71,35 +65,9 @@ def from_config(
         measure_memory=config.track.memory,
         split_every=config.track.split_every,
         progress=False,  # the launcher reads the events and shows them
-        data=DataOptions(
-            workers=config.data.workers,
-            shuffle=None if config.data.shuffle else False,
-            drop_last=config.data.drop_last,
-            pin_memory=config.data.pin_memory,
-            sharded_by_rank=config.data.sharded_by_rank,
-            compare=config.data.compare,
-        ),
-        evaluation=Evaluation(every=config.train.eval_every, batches=config.train.eval_batches),
-        checkpoint=Checkpointing(
-            every=config.checkpoint.every,
-            keep=config.checkpoint.keep,
-            best=config.checkpoint.best,
-            mode=config.checkpoint.mode,
-            at_end=config.checkpoint.save_at_end,
-            every_minutes=config.checkpoint.every_minutes,
-            every_epoch=config.checkpoint.every_epoch,
-            keep_best=config.checkpoint.keep_best,
-            keep_every=config.checkpoint.keep_every,
-            asynchronous=config.checkpoint.asynchronous,
-            on_failure=config.checkpoint.on_failure,
-            retry_seconds=config.checkpoint.retry_seconds,
-            where=config.checkpoint.where,
-            storage=config.checkpoint.storage or None,
-            memory_every=config.checkpoint.memory_every,
-            start_from=config.checkpoint.start_from,
-            digest=config.checkpoint.digest,
-            digest_key=None if key is None else str(key),
-        ),
+        data=config.data.options(),
+        evaluation=config.train.evaluation(),
+        checkpoint=config.checkpoint.options(),
         **engine_options(config, train, layout),
     )
     trainer.events_are_shown = True
@@ -134,31 +102,15 @@ def _tell_about(
         append(run_dir, Baseline(name="byte unigrams of the same text", loss=loss))
 
 
-def engine_options(config: Config, train: Any, layout: Layout | None = None) -> EngineOptions:
+def engine_options(config: Config, train: Any, layout: Layout | None = None) -> dict[str, Any]:
     """The engine's options that ``config`` names, for training on the dataset ``train``.
 
     ``layout`` stands in for that of ``config``.
     """
-    return EngineOptions(
-        layout=layout or config.layout,
-        microbatch=config.batch.microbatch,
-        precision=config.precision,
-        clip_norm=config.train.clip_norm,
-        clip_value=config.train.clip_value,
-        nonfinite=config.train.nonfinite,
-        sync_batchnorm=config.train.sync_batchnorm,
-        compile=config.compile,
-        schedule=make_schedule(config, train),
-        sharding=Sharding(**config.sharding.model_dump()),
-        tensor=TensorParallel(**config.tensor.model_dump()),
-        pipeline=Pipelining(**config.pipeline.model_dump()),
-        checkpoint_activations=config.checkpoint_activations,
-        device_map=config.device_map,
-        compress=config.compress.options(),
-        local_steps=config.local_steps.options(),
-        reduction=config.reduction.options(),
-        initial_weights=config.initial_weights,
+    options = config.engine_options(
+        layout=layout or config.layout, schedule=make_schedule(config, train)
     )
+    return options.arguments()
 
 
 def make_model(config: Config) -> nn.Module:

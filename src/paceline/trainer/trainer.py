@@ -3,85 +3,109 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Never
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.saveable import Stateful, checked_objects
 from paceline.data import Loader, from_dataloader, loader, sizes_over
-from paceline.engine import Engine, EngineOptions
-from paceline.engine.arguments import check_arguments, check_switches
+from paceline.engine import Engine
+from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments, refuse_unknown
 from paceline.engine.checks import check_rules_match
 from paceline.engine.loss import LossFunction
-from paceline.engine.options import DEFAULTS, OptimizerFactory, check_option_names, ways_of
-from paceline.errors import CheckpointError, ConfigError, DataError, TrainingError
+from paceline.errors import CheckpointError, DataError, TrainingError
 from paceline.events import FILE_NAME, Note
 from paceline.launch.environment import read_environment
 from paceline.launch.job import check_nproc
 from paceline.launch.restart_policy import RestartLimits
-from paceline.launch.run_folder import check_name
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
-from paceline.parallel.compose import check_layout
+from paceline.options import (
+    Checkpointing,
+    Compression,
+    DataOptions,
+    EngineOptions,
+    Evaluation,
+    LocalSteps,
+    Pipelining,
+    Recompute,
+    Reduction,
+    Sharding,
+    TensorParallel,
+    TrainerOptions,
+)
+from paceline.options.engine import InitialWeights, Nonfinite
+from paceline.options.engine import Precision as PrecisionName
+from paceline.options.rules import Combination, check_rules
+from paceline.parallel.device_map import DeviceLike
 from paceline.track import Tracker
-from paceline.trainer import own_ranks
+from paceline.trainer import fit_processes
+from paceline.trainer.arguments import (
+    check_length,
+    check_looking_on,
+    check_restarts,
+    check_run_dir,
+    check_writable,
+)
 from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
-from paceline.trainer.evaluate import Metric, WholeSet
+from paceline.trainer.evaluate import Metric
 from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
-from paceline.trainer.options import Checkpointing, DataOptions, Evaluation, check_count
 from paceline.trainer.reporting import Reporter
-from paceline.trainer.saving import Checkpoints
 from paceline.trainer.stopping import STOP, StopRequests
 from paceline.trainer.weights import load_weights
 from paceline.world import World
 
-_ALONE = EngineOptions(
-    layout="dp=1",
-    sharding=None,
-    tensor=None,
-    pipeline=None,
-    compress=None,
-    local_steps=None,
-    reduction=None,
-)
+_ALONE: dict[str, Any] = {
+    "layout": "dp=1",
+    "sharding": Sharding(),
+    "tensor": TensorParallel(),
+    "pipeline": Pipelining(),
+    "compress": None,
+    "local_steps": None,
+    "reduction": Reduction(),
+}
 """The options of an engine that has no other ranks, where those of a layout would mean nothing."""
 
 
 class Trainer:
     """Trains a model on a dataset, on whatever world it is started in.
 
-    ``model``, ``loss``, ``optimizer`` and the engine's options (``layout``, ``precision``,
+    ``model``, ``loss``, ``optimizer`` and what is not listed here (``layout``, ``precision``,
     ``clip_norm``, …) are those of :class:`paceline.Engine`.
 
     Args:
-        global_batch: samples per optimizer step, over all ranks; not needed where the data is a
-            torch ``DataLoader``, whose batch size it then is.
-        per_device_batch, accumulate: samples that a rank puts through the model at once, and how
-            many such passes make a step: ``global_batch`` is their product with the data-parallel
-            ranks. A run that goes on with other ranks keeps the global batch it began with.
-        run_dir: the run's folder for events and checkpoints; ``None`` keeps nothing on disk.
-        seed: orders the samples and starts each rank's random streams.
-        metrics: validation metrics by name, called as ``metric(output, target)`` on each batch
-            and returning its mean over the samples or a pair ``(sum, count)``; or
-            :class:`paceline.WholeSet` for metrics that need everything at once.
-        callbacks: see :class:`paceline.Callback`.
-        trackers: readers of the run's events, such as those in :mod:`paceline.track`.
-        progress: show a progress bar, or lines where the output is not a terminal.
-        data, evaluation, checkpoint: how batches are drawn, when to evaluate, what to save.
-        timeout: seconds a rank waits for the others.
-        measure_memory: measure the second step, and report the bytes on each rank as an event.
-        split_every: every so many steps, report where each rank's time went, and who is slow, as
-            events; ``None`` does not.
-        objects: by name, anything else to save and restore: it needs ``state_dict`` and
-            ``load_state_dict``.
+        global_batch: Samples per optimizer step, over all ranks. In Python not needed where the
+            data is a torch DataLoader, whose batch size it then is.
+        per_device_batch: Instead of global_batch: samples per forward pass on one rank.
+            global_batch is then per_device_batch × data-parallel ranks × accumulate. A run that
+            goes on with other ranks keeps the global batch it began with.
+        accumulate: Forward passes whose gradients make one step, on each rank.
+        run_dir: The run's folder for events and checkpoints. None keeps nothing on disk.
+        seed: Decides the order of samples, dropout and all else that is drawn.
+        metrics: Validation metrics by name, called as metric(output, target) on each batch and
+            returning its mean over the samples or a pair (sum, count); or paceline.WholeSet for
+            metrics that need everything at once.
+        callbacks: Code that looks on while the run trains: paceline.Callback.
+        trackers: Readers of the run's events, such as those in paceline.track.
+        progress: Show a progress bar, or lines where the output is not a terminal.
+        data: How batches are drawn.
+        evaluation: When to evaluate.
+        checkpoint: What is saved and kept.
+        timeout: Seconds a rank waits for the others before giving up. None: 600.
+        measure_memory: Measure the second step, and report the bytes on each rank as an event.
+        split_every: Every this many steps, report where each rank's time went, and who is slow,
+            as events. None: never.
+        objects: By name, anything else to save and restore: it needs state_dict and
+            load_state_dict.
     """
 
     def __init__(
@@ -106,36 +130,83 @@ class Trainer:
         measure_memory: bool = False,
         split_every: int | None = 50,
         objects: Mapping[str, Stateful] | None = None,
-        **engine: Unpack[EngineOptions],
+        layout: str | Layout = "auto",
+        microbatch: int | None = None,
+        precision: PrecisionName = "fp32",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        schedule: Schedule | None = None,
+        compile: bool = False,
+        nonfinite: Nonfinite = "stop",
+        sync_batchnorm: bool = False,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        count: Callable[[Any], int | Tensor] | None = None,
+        sharding: Sharding | None = None,
+        tensor: TensorParallel | None = None,
+        pipeline: Pipelining | None = None,
+        checkpoint_activations: Recompute | str | int | None = None,
+        device_map: str | Mapping[str, DeviceLike] | None = None,
+        max_memory: Mapping[DeviceLike, int | str] | None = None,
+        init: Callable[[nn.Module], None] | None = None,
+        compress: Compression | str | None = None,
+        local_steps: LocalSteps | int | None = None,
+        reduction: Reduction | None = None,
+        initial_weights: InitialWeights = "rank0",
+        **unknown: Never,
     ) -> None:
-        own = inspect.signature(Trainer).parameters.keys() - {"engine"}
-        check_option_names(engine, "Trainer", own)
-        check_arguments(model, loss, optimizer, engine)
-        _check_kinds(callbacks, metrics or {}, data, evaluation, checkpoint)
-        check_switches("", progress=progress, measure_memory=measure_memory)
-        _check_trackers(trackers)
-        _check_run_dir(run_dir)
-        self.model, self.loss, self.optimizer = model, loss, optimizer
-        micro = engine.get("microbatch") if accumulate is not None else None
+        refuse_unknown(Trainer, unknown)
+        check_arguments(model, loss, optimizer)
+        self.engine_options = EngineOptions.of(
+            layout=layout,
+            microbatch=microbatch,
+            precision=precision,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            schedule=schedule,
+            compile=compile,
+            nonfinite=nonfinite,
+            sync_batchnorm=sync_batchnorm,
+            forward=forward,
+            count=count,
+            sharding=sharding,
+            tensor=tensor,
+            pipeline=pipeline,
+            checkpoint_activations=checkpoint_activations,
+            device_map=device_map,
+            max_memory=max_memory,
+            init=init,
+            compress=compress,
+            local_steps=local_steps,
+            reduction=reduction,
+            initial_weights=initial_weights,
+        )
+        check_looking_on(callbacks, metrics or {}, trackers)
+        check_run_dir(run_dir)
+        micro = microbatch if accumulate is not None else None
         self.batch = BatchSizes(global_batch, per_device_batch, accumulate, micro)
+        TrainerOptions(
+            seed=seed,
+            progress=progress,
+            data=data,
+            evaluation=evaluation,
+            checkpoint=checkpoint,
+            timeout=timeout,
+            measure_memory=measure_memory,
+            split_every=split_every,
+        )
+        self.model, self.loss, self.optimizer = model, loss, optimizer
         self.global_batch = global_batch
         # Absolute: a run stays in its folder when the program changes directory.
         self.run_dir = None if run_dir is None else Path(run_dir).absolute()
         self.shown_dir = None if run_dir is None else Path(run_dir)  # as the user wrote it
         self.seed = seed
         self.metrics = dict(metrics or {})
-        if "loss" in self.metrics:
-            raise TrainingError("metrics: the name 'loss' is taken by the loss itself.")
-        self.callbacks = list(callbacks)
-        self.trackers = list(trackers)
+        self.callbacks, self.trackers = list(callbacks), list(trackers)
         self.progress = progress
         self.data, self.evaluation, self.checkpoint = data, evaluation, checkpoint
         self.timeout = timeout
-        self.measure_memory = measure_memory
-        check_count("Trainer", "split_every", split_every)
-        self.split_every = split_every
+        self.measure_memory, self.split_every = measure_memory, split_every
         self.objects = dict(checked_objects({} if objects is None else objects))
-        self.engine_options = engine
         # Where this rank writes events; fit(nproc=…) sets it where there is no run_dir.
         self.events_dir = self.run_dir
         # Whether somebody else follows the events and shows them: a launcher, or fit(nproc=…).
@@ -186,13 +257,13 @@ class Trainer:
         return copied
 
     def _engine_alone(self, state: Mapping[str, Any]) -> Engine:
-        options = EngineOptions(**{**self.engine_options, **_ALONE})
+        options = replace(self.engine_options, **_ALONE)
         engine = Engine(
             self.model,
             optimizer=self.optimizer,
             loss=self.loss,
             world=World.init(timeout=self.timeout),
-            **options,
+            **options.arguments(),
         )
         weights = engine.model.state_dict()
         engine.load_state_dict({**state, "model": weights, "compress": None, "reduction": None})
@@ -238,11 +309,10 @@ class Trainer:
         them, saves a checkpoint where there is a ``run_dir``, and raises ``KeyboardInterrupt``, or
         after SIGTERM ``SystemExit`` (143 where the signal came, 75 on the other ranks).
         """
-        _check_length(epochs, steps)
+        check_length(epochs, steps)
         self._check_folder(resume)
         self._check_uses_of_val(val)
-        if max_restarts is not None:
-            check_count("fit", "max_restarts", max_restarts, least=0)
+        check_restarts(max_restarts)
         if nproc is not None and read_environment() is None:
             check_nproc(nproc)
             self._check_layout(nproc)
@@ -250,7 +320,7 @@ class Trainer:
                 return self._fit(train, val, epochs, steps, resume)
             if max_restarts is None:
                 max_restarts = 0 if self.run_dir is None else 3
-            return own_ranks.fit(
+            return fit_processes.fit(
                 self,
                 train,
                 val,
@@ -270,11 +340,11 @@ class Trainer:
 
     def _check_layout(self, nproc: int) -> None:
         """What can be said of the layout before any rank is started."""
-        options = EngineOptions(**{**DEFAULTS, **self.engine_options})
-        layout = Layout.parse(options["layout"], world_size=nproc)
+        options = self.engine_options
+        layout = Layout.parse(options.layout, world_size=nproc)
         layout.check_world(nproc)
-        check_layout(layout, ways_of(options))
-        check_rules_match(self.model, options["compress"])
+        check_rules(Combination(layout, options))
+        check_rules_match(self.model, options.compress)
 
     def _fit(
         self, train: Any, val: Any, epochs: int | None, steps: int | None, resume: bool
@@ -291,7 +361,9 @@ class Trainer:
             optimizer=self.optimizer,
             loss=self.loss,
             world=world,
-            **self._engine_options(train, world, goes_on=resume or world.restart_count > 0),
+            **self._engine_options(
+                train, world, goes_on=resume or world.restart_count > 0
+            ).arguments(),
         )
         self.model, self.optimizer = self._engine.model, self._engine.optimizer
         train_loader = self._loader(train, "train")
@@ -349,7 +421,7 @@ class Trainer:
     def _engine_options(self, train: Any, world: World, *, goes_on: bool) -> EngineOptions:
         """Those of the engine, with the bound on a pass that the sizes of a batch come to."""
         options = self.engine_options
-        layout = Layout.parse(options.get("layout", DEFAULTS["layout"]), world_size=world.size)
+        layout = Layout.parse(options.layout, world_size=world.size)
         if isinstance(train, Loader):
             if self.batch.per_device_batch is not None or self.batch.accumulate is not None:
                 raise DataError(
@@ -362,8 +434,8 @@ class Trainer:
             micro = sizes_over(train, self.batch).on(layout.dp, exact=not goes_on).microbatch
         if micro is None:
             return options
-        BatchSizes(per_device_batch=micro, microbatch=options.get("microbatch"))  # they agree
-        return EngineOptions(**{**options, "microbatch": micro})
+        BatchSizes(per_device_batch=micro, microbatch=options.microbatch)  # they agree
+        return replace(options, microbatch=micro)
 
     def _loader(self, data: Any, name: str) -> Loader:
         training = name == "train"
@@ -407,7 +479,7 @@ class Trainer:
 
     def _expect_all_ranks(self, *loaders: Loader | None) -> None:
         """All ranks read these loaders; those that train alone wait for each other less often."""
-        alone = self.engine_options.get("local_steps") is not None
+        alone = self.engine_options.local_steps is not None
         for each in loaders:
             if each is not None:
                 each.expect_all_ranks(every_batch=not alone)
@@ -418,7 +490,7 @@ class Trainer:
             if resume:
                 raise TrainingError("fit(resume=True) needs a run_dir to resume from.")
             return
-        _check_writable(self.run_dir)
+        check_writable(self.run_dir)
         restarted = (place := read_environment()) is not None and place.restart_count > 0
         if resume or restarted:
             return
@@ -504,76 +576,6 @@ class Trainer:
             raise TrainingError(
                 f"cannot write events to {self.events_dir}: {error}. Choose another run_dir."
             ) from error
-
-
-def _check_kinds(
-    callbacks: Sequence[Callback], metrics: Mapping[str, Metric], *sections: Any
-) -> None:
-    if not isinstance(callbacks, Sequence) or not all(isinstance(c, Callback) for c in callbacks):
-        raise TrainingError(
-            f"callbacks={callbacks!r} must be a list of paceline.Callback objects, such as "
-            "[paceline.EarlyStopping()]."
-        )
-    if not isinstance(metrics, Mapping):
-        raise TrainingError(
-            f"metrics must be a dict from name to function, not a {type(metrics).__name__}."
-        )
-    for name, metric in metrics.items():
-        if not isinstance(name, str):
-            raise TrainingError(f"metrics: the name {name!r} must be text.")
-        if not callable(metric) and not isinstance(metric, WholeSet):
-            raise TrainingError(f"metrics: {name!r} must be a function, not {metric!r}.")
-    kinds = {"data": DataOptions, "evaluation": Evaluation, "checkpoint": Checkpointing}
-    for (name, kind), section in zip(kinds.items(), sections, strict=True):
-        if not isinstance(section, kind):
-            raise TrainingError(
-                f"{name}={section!r} must be made with paceline.{kind.__name__}(...)."
-            )
-
-
-def _check_trackers(trackers: Any) -> None:
-    can = isinstance(trackers, Sequence) and not isinstance(trackers, str)
-    if not can or any(isinstance(t, type) or not hasattr(t, "handle") for t in trackers):
-        raise TrainingError(
-            f"trackers={trackers!r} must be a list of trackers, such as "
-            "[paceline.track.TensorBoard(folder)]."
-        )
-
-
-def _check_run_dir(run_dir: Any) -> None:
-    if run_dir is None:
-        return
-    if not isinstance(run_dir, str | os.PathLike) or not str(run_dir):
-        raise TrainingError(
-            f"run_dir={run_dir!r} must be a folder's path, or None to keep nothing on disk."
-        )
-    try:
-        check_name(run_dir)
-    except ConfigError as error:
-        raise TrainingError(f"run_dir={os.fspath(run_dir)!r}: {error}") from None
-
-
-def _check_writable(folder: Path) -> None:
-    existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
-    if not existing.is_dir():
-        raise TrainingError(f"run_dir={str(folder)!r}: {existing} is a file. Choose a folder.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise TrainingError(
-            f"run_dir={str(folder)!r}: {existing} cannot be written. Make it writable, or choose "
-            "another folder."
-        )
-
-
-def _check_length(epochs: int | None, steps: int | None) -> None:
-    if (epochs is None) == (steps is None):
-        raise TrainingError(
-            f"fit(epochs={epochs}, steps={steps}): give exactly one of epochs and steps."
-        )
-    for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ):
-            raise TrainingError(f"fit({name}={value!r}): {name} must be a whole number, 1 or more.")
 
 
 def _total_steps(train: Loader, epochs: int | None, steps: int | None) -> int | None:

@@ -12,9 +12,9 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from paceline.checkpoint.storage.storage import ReadableFile, Storage
-from paceline.config.secret_words import masked
-from paceline.config.secrets import Secret, references, revealed, secret_values, without
+from paceline.credentials import Secret, references, revealed, secret_values, without
 from paceline.errors import CheckpointError, MissingExtra, StorageError
+from paceline.masking import masked
 
 _PART = 64 * 1024 * 1024  # a store takes at most 10,000 parts: this allows files of 640 GB
 _QUESTIONS = 16

@@ -7,9 +7,9 @@ which modules); ``pipeline.py`` runs the stages of one rank, ``stage.py`` one of
 schedules in two halves.
 """
 
+from paceline.options import Pipelining
 from paceline.parallel.pipeline.cut_plan import CutPlan
 from paceline.parallel.pipeline.cutting import cut
-from paceline.parallel.pipeline.options import Pipelining
 from paceline.parallel.pipeline.pipeline import Pipeline
 from paceline.parallel.pipeline.stage import StageModule
 

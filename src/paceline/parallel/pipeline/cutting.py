@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paceline.errors import LayoutError
+from paceline.options import Pipelining
 from paceline.parallel.pipeline.cut_plan import CutPlan, lightest_cuts
-from paceline.parallel.pipeline.options import Pipelining
 from paceline.parallel.pipeline.shape_run import MeasuringRun, ShapeRun
 from paceline.parallel.pipeline.stage import StageRehearsal
 from paceline.parallel.pipeline.tracing import Name

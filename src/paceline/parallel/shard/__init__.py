@@ -5,7 +5,7 @@ other files are what FSDP2 lacks: parameters without dimensions, parameters that
 use, calls from outside the step, inputs in low precision, and lean collectives on Gloo.
 """
 
+from paceline.options import Sharding as Sharding
 from paceline.parallel.shard.fsdp import Sharded as Sharded
-from paceline.parallel.shard.fsdp import Sharding as Sharding
 from paceline.parallel.shard.fsdp import shard as shard
 from paceline.parallel.shard.units import find_units as find_units

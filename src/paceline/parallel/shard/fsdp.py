@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,95 +24,18 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from paceline.errors import LayoutError, TrainingError
+from paceline.errors import TrainingError
 from paceline.nested import map_tensors, tensors
+from paceline.options import Sharding
 from paceline.parallel.averaging import Averaging, UnitParameter, sparse_embedding
 from paceline.parallel.shard.gloo_collectives import ExchangeAndSum, Gather, SumBy
 from paceline.parallel.shard.mixed_precision import LOW, cast_inputs, cast_result
 from paceline.parallel.shard.outside_calls import OutsideCalls
 from paceline.parallel.shard.scalars import Scalars
-from paceline.parallel.shard.units import UnitRule, find_units
+from paceline.parallel.shard.units import find_units
 from paceline.parallel.shard.unused_parameters import HeldParameter, ParameterUsage
 from paceline.torch_internals import make_fsdp_root
 from paceline.world.group import backend_by_device
-
-STAGES = (1, 2, 3)
-_OFFLOADS = ("parameters", "optimizer")
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How ``zero=1``, ``2`` and ``3`` cut a model.
-
-    ``units`` says which modules are gathered one by one: patterns on their names (``"layers.*"``)
-    or a function ``(name, module) -> bool``; by default they are found, see :func:`find_units`.
-
-    ``reshard``, for ``zero=3``: whether a unit lets go of its whole parameters between forward and
-    backward (the default) or not; a number keeps them cut over that many ranks meanwhile.
-
-    ``dtype`` computes in ``bf16`` or ``fp16`` with parameters that the optimizer holds in float32;
-    gradients are summed in float32.
-
-    ``offload`` keeps the ``"parameters"`` (with their gradients and the optimizer's state) or only
-    the state of the ``"optimizer"`` in the memory of the CPU.
-    """
-
-    units: UnitRule | None = None
-    reshard: bool | int | None = None
-    dtype: Literal["bf16", "fp16"] | None = None
-    offload: Literal["parameters", "optimizer"] | None = None
-
-    def __post_init__(self) -> None:
-        _check_units(self.units)
-        number = isinstance(self.reshard, int) and not isinstance(self.reshard, bool)
-        if not (self.reshard is None or isinstance(self.reshard, bool | int)) or (
-            number and self.reshard < 2  # type: ignore[operator]
-        ):
-            raise TrainingError(
-                f"sharding: reshard={self.reshard!r} must be True, False, or a number of ranks "
-                "from 2 up over which parameters stay cut between forward and backward."
-            )
-        if self.dtype is not None and self.dtype not in LOW:
-            raise TrainingError(f"sharding: dtype={self.dtype!r} must be one of {', '.join(LOW)}.")
-        if self.offload is not None and self.offload not in _OFFLOADS:
-            raise TrainingError(
-                f"sharding: offload={self.offload!r} must be one of {', '.join(_OFFLOADS)}."
-            )
-
-    def check(self, stage: int, shards: int, zero_bubble: bool = False) -> None:
-        """Refuse what ``zero=stage`` over ``shards`` ranks cannot do."""
-        if stage not in STAGES:
-            raise LayoutError(f"sharding: zero={stage} must be one of 1, 2, 3.")
-        if self.reshard is not None and stage != 3:
-            raise TrainingError(
-                f"sharding: reshard={self.reshard!r} needs zero=3. With zero={stage} parameters "
-                "stay gathered for a whole step, which is what sets it apart. Leave reshard out."
-            )
-        if self.reshard not in (None, False) and zero_bubble:
-            raise TrainingError(
-                f"sharding: reshard={self.reshard!r} does not go with a zero-bubble schedule, "
-                "which computes the gradients of the parameters long after those of the inputs. "
-                "Leave reshard out."
-            )
-        if self.reshard in (None, True, False):
-            return
-        assert self.reshard is not None
-        if self.reshard >= shards or shards % self.reshard:
-            raise TrainingError(
-                f"sharding: reshard={self.reshard} must divide the {shards} ranks that share a "
-                "copy of the parameters, and be less than that."
-            )
-
-
-def _check_units(units: Any) -> None:
-    if units is None or callable(units) or (isinstance(units, str) and units):
-        return
-    named = isinstance(units, Sequence) and all(isinstance(p, str) and p for p in units)
-    if isinstance(units, str) or not named:
-        raise TrainingError(
-            f"sharding: units={units!r} must be a pattern on module names such as 'layers.*', a "
-            "list of them, or a function (name, module) -> bool."
-        )
 
 
 def shard(

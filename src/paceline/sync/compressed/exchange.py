@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from paceline.options import Compression, Form
 from paceline.sync.compressed.formats import HALF, Cast, Format, Plain, Trip, Turn
 from paceline.sync.compressed.powersgd import PowerSGD
 from paceline.sync.compressed.quantise import Quantised, int8, signs
 from paceline.sync.compressed.topk import RandomK, TopK
 from paceline.sync.wire import Wire, ring_bytes
-from paceline.wire import Compression, Form
 
 _NO_FORM = Form("none")
 _FORMS_PER_BUCKET = 64

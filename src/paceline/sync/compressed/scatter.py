@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.options import Form
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.compressed.formats import Format, Turn
 from paceline.sync.compressed.powersgd import PowerSGD
 from paceline.sync.wire import ring_bytes
-from paceline.wire import Form
 
 
 class CutParameter(NamedTuple):

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from paceline.errors import TrainingError
-from paceline.wire.topology import Topology
+from paceline.network.topology import Topology
 
 _RATES = {"bit/s": 1 / 8, "b/s": 1.0, "ib/s": 1.0}  # what follows the prefix, in bytes
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 from paceline.errors import LayoutError, TrainingError
 from paceline.layout.schedules import (
@@ -13,48 +13,65 @@ from paceline.layout.schedules import (
     minimum_microbatches,
     placement,
 )
+from paceline.options.declare import Option, check, documented
 
 Balance = Literal["parameters", "flops", "time"]
 
 
+@documented
 @dataclass(frozen=True)
 class Pipelining:
-    """How ``pp`` cuts a model into stages and in which order they work.
+    """How ``pp`` cuts a model into stages and in which order they work."""
 
-    ``schedule`` is one of ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``interleaved-zero-bubble``,
-    ``zbv`` and ``dualpipev``. ``cuts`` are the names of the modules that start a new stage
-    (``"blocks.2"``; ``"block@3"`` for the third call of a module that is called several times);
-    left out, the model is cut so that the heaviest stage is as light as can be, by ``balance``:
-    the stages' ``parameters``, ``flops``, or measured ``time``. ``stages_per_rank`` is for the
-    interleaved schedules, 2 unless said otherwise. ``microbatches`` is how many a step runs; left
-    out, as many as the engine's ``microbatch`` makes, or the schedule needs.
-    """
+    config_section: ClassVar[str] = "pipeline"
 
-    schedule: str = "1f1b"
-    cuts: Sequence[str] | None = None
-    balance: Balance = "parameters"
-    stages_per_rank: int | None = None
-    microbatches: int | None = None
+    schedule: Annotated[
+        str,
+        Option(
+            "In which order stages run microbatches: gpipe, 1f1b, interleaved-1f1b, "
+            "interleaved-zero-bubble, zbv or dualpipev."
+        ),
+    ] = "1f1b"
+    cuts: Annotated[
+        Sequence[str] | None,
+        Option(
+            "Names of the modules that start a new stage, such as 'blocks.2' ('block@3': the third "
+            "call of a module that is called several times). None: cut by balance.",
+            must="names of modules, like ['blocks.2', 'blocks.4']",
+        ),
+    ] = None
+    balance: Annotated[
+        Balance,
+        Option(
+            "What the heaviest stage is to have as little of as can be: parameters, flops, or "
+            "measured time."
+        ),
+    ] = "parameters"
+    stages_per_rank: Annotated[
+        int | None,
+        Option("Stages on each rank. None: what the schedule is made for.", ge=1),
+    ] = None
+    microbatches: Annotated[
+        int | None,
+        Option(
+            "How many microbatches a step runs. None: as many as the bound on a microbatch makes, "
+            "or the schedule needs.",
+            ge=1,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         default_stages_per_rank(self.schedule)  # refuses a name that is none
+        if isinstance(self.cuts, str) and self.cuts:
+            object.__setattr__(self, "cuts", (self.cuts,))
+        check(self, "pipeline: ")
         if self.cuts is not None:
-            names = (self.cuts,) if isinstance(self.cuts, str) else tuple(self.cuts)
-            if not all(isinstance(name, str) and name for name in names):
+            if not all(self.cuts):
                 raise TrainingError(
                     f"pipeline: cuts={self.cuts!r} must be names of modules, like "
                     "['blocks.2', 'blocks.4']."
                 )
-            object.__setattr__(self, "cuts", names)
-        if self.balance not in get_args(Balance):
-            raise TrainingError(
-                f"pipeline: balance={self.balance!r} must be one of {', '.join(get_args(Balance))}."
-            )
-        for name in ("stages_per_rank", "microbatches"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (whole and value > 0):
-                raise TrainingError(f"pipeline: {name}={value!r} must be a whole number from 1 up.")
+            object.__setattr__(self, "cuts", tuple(self.cuts))
 
     def placement(self, pp: int) -> list[list[int]]:
         """Which stages each of ``pp`` ranks holds."""

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.checkpoint.sharded.async_saver import SaveOutcome
 from paceline.errors import CheckpointError, NotSaved
 from paceline.events import CheckpointFailed, CheckpointSaved, Note
 from paceline.sync.late_numbers import LAG
 from paceline.trainer.reporting import Reporter
-from paceline.trainer.saving import Checkpoints
 from paceline.trainer.stopping import LEAVE, StopRequests
 
 if TYPE_CHECKING:

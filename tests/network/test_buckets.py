@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.wire.buckets import (
+from paceline.network.buckets import (
     CANDIDATES,
     DEFAULT_MIB,
     MIB,
@@ -19,7 +19,7 @@ from paceline.wire.buckets import (
     lay_out,
     tune,
 )
-from paceline.wire.links import Link
+from paceline.network.links import Link
 
 LAYERS = [4 * MIB] * 32
 """128 MiB in 32 equal gradients."""

@@ -1,52 +1,66 @@
-"""Steps without talking: replicas train alone, and meet every so often. Plain data, no torch."""
+"""Local SGD and DiLoCo: replicas train alone, and meet every so often."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from paceline.errors import TrainingError
-from paceline.wire.compression import Compression, Form
+from paceline.options.compression import Compression, Form
+from paceline.options.declare import Option, check, documented
 
-METHODS = ("average", "diloco")
 
-
+@documented
 @dataclass(frozen=True)
 class LocalSteps:
     """Each data-parallel rank is a replica that trains alone; they meet every ``every`` steps.
 
-    Args:
-        every: steps between two meetings.
-        method: ``average`` (parameters become the mean over the replicas: local SGD) or ``diloco``
-            (how far the replicas came is a gradient to an outer optimizer with Nesterov momentum).
-        start: steps of ordinary, synchronous training first (post-local SGD).
-        outer_lr, outer_momentum: of DiLoCo's outer optimizer.
-        exchange: the format in which replicas tell each other how far they came: ``none``,
-            ``int8`` or another one of :class:`paceline.Compression`'s, with error feedback.
-        fragments: parts of the model that meet in turn, each every ``every`` steps.
-        overlap: steps that go on while a meeting takes place; its result is taken over after them.
+    See docs/guides/local-steps.md.
     """
 
-    every: int = 50
-    method: str = "diloco"
-    start: int = 0
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    exchange: str = "none"
-    fragments: int = 1
-    overlap: int = 0
+    config_section: ClassVar[str] = "local_steps"
+
+    every: Annotated[int, Option("Steps between two meetings.", ge=1)] = 50
+    method: Annotated[
+        Literal["average", "diloco"],
+        Option(
+            "average: parameters become the mean over the replicas (local SGD). diloco: how far "
+            "the replicas came is a gradient to an outer optimizer with Nesterov momentum."
+        ),
+    ] = "diloco"
+    start: Annotated[
+        int, Option("Steps of ordinary, synchronous training first (post-local SGD).", ge=0)
+    ] = 0
+    outer_lr: Annotated[
+        float, Option("Learning rate of DiLoCo's outer optimizer.", gt=0, must="above 0")
+    ] = 0.7
+    outer_momentum: Annotated[
+        float,
+        Option(
+            "Nesterov momentum of DiLoCo's outer optimizer.", ge=0, lt=1, must="from 0 to below 1"
+        ),
+    ] = 0.9
+    exchange: Annotated[
+        str,
+        Option(
+            "The format in which replicas report how far they came: none, int8 or another one of "
+            "compress.format, with error feedback."
+        ),
+    ] = "none"
+    fragments: Annotated[
+        int, Option("Parts of the model that meet in turn, each every this many steps.", ge=1)
+    ] = 1
+    overlap: Annotated[
+        int,
+        Option(
+            "Steps that go on while a meeting takes place; its result is taken over after them.",
+            ge=0,
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise TrainingError(
-                f"local steps: method={self.method!r} must be one of {', '.join(METHODS)}."
-            )
-        for name, least in (("every", 1), ("start", 0), ("fragments", 1), ("overlap", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise TrainingError(
-                    f"local steps: {name}={value!r} must be a whole number, {least} or more."
-                )
+        check(self, "local steps: ")
         if self.fragments > self.every:
             raise TrainingError(
                 f"local steps: fragments={self.fragments} with every={self.every}: each fragment "
@@ -57,12 +71,6 @@ class LocalSteps:
             raise TrainingError(
                 f"local steps: overlap={self.overlap} must be below every={self.every}: a meeting "
                 "has to be over when the next one begins."
-            )
-        if not _is_number(self.outer_lr) or not self.outer_lr > 0:
-            raise TrainingError(f"local steps: outer_lr={self.outer_lr!r} must be above 0.")
-        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
-            raise TrainingError(
-                f"local steps: outer_momentum={self.outer_momentum!r} must be from 0 to below 1."
             )
         try:
             Form.parse(self.exchange)
@@ -118,7 +126,3 @@ def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
         cut[min(count - 1, int(middle * count / max(total, 1)))].append(place)
         passed += size
     return cut
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

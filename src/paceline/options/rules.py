@@ -7,45 +7,50 @@ from dataclasses import dataclass
 
 from paceline.errors import LayoutError
 from paceline.layout.layout import Layout
+from paceline.options.engine import EngineOptions
 
 ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv", "dualpipev")
 """Schedules that compute a stage's input gradients and weight gradients apart."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """A layout and what else a rule may look at."""
+class Combination:
+    """A layout and the options that are to go with it."""
 
     layout: Layout
-    schedule: str = "1f1b"
+    options: EngineOptions = EngineOptions()
     own_loop: bool = False
     """Whether the user runs backward by hand (``prepare``)."""
-    device_map: bool = False
-    offload: str | None = None
-    recompute: str | None = None
-    shard_dtype: str | None = None
-    compress: str | None = None
-    """The formats in which gradients travel, where not as they are."""
-    reduction: Sequence[str] = ()
-    """What was asked of how gradients are summed, such as ``bucket_mib='tuned'``."""
-    local_start: int | None = None
-    """How many synchronous steps come before the local ones; ``None``: there are no local ones."""
-    sync_batchnorm: bool = False
+
+    @property
+    def formats(self) -> str | None:
+        """The formats in which gradients travel, where not as they are."""
+        return None if self.options.compress is None else self.options.compress.formats
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether there is a pipeline that computes input and weight gradients apart."""
+        return self.layout.pp > 1 and self.options.pipeline.schedule in ZERO_BUBBLE
+
+    @property
+    def is_local_from_the_start(self) -> bool:
+        """Whether replicas train alone, without synchronous steps before."""
+        return self.options.local_steps is not None and self.options.local_steps.start == 0
 
     def words(self, setting: str) -> str:
         """A setting of a rule as an engine was given it."""
         if setting == "layout":
             return f"layout {str(self.layout)!r}"
         if setting == "compress":
-            return f"compress {self.compress}"
+            return f"compress {self.formats}"
         if setting == "reduction":
-            return f"reduction {', '.join(self.reduction)}"
+            return f"reduction {', '.join(self.options.reduction.asked)}"
         return setting
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``broken`` says what is wrong with a request, or gives ``None``.
+    """``broken`` says what is wrong with a case, or gives ``None``.
 
     ``settings`` are those that do not go together, by the names of an engine's options; a single
     one does not go at all. The layout is among them where it is a part of the reason.
@@ -53,12 +58,12 @@ class Rule:
 
     name: str
     settings: tuple[str, ...]
-    broken: Callable[[Request], str | None]
+    broken: Callable[[Combination], str | None]
 
 
-def _axis_not_available(request: Request) -> str | None:
+def _axis_not_available(case: Combination) -> str | None:
     for axis in ("cp", "ep"):
-        value = getattr(request.layout, axis)
+        value = getattr(case.layout, axis)
         if value > 1:
             return (
                 f"{axis}={value} is not available in this version, which trains dp, zero, "
@@ -67,8 +72,8 @@ def _axis_not_available(request: Request) -> str | None:
     return None
 
 
-def _replicas_need_zero(request: Request) -> str | None:
-    layout = request.layout
+def _replicas_need_zero(case: Combination) -> str | None:
+    layout = case.layout
     if layout.replicas == 1 or layout.zero:
         return None
     return (
@@ -78,10 +83,10 @@ def _replicas_need_zero(request: Request) -> str | None:
     )
 
 
-def _zero_bubble_keeps_parameters(request: Request) -> str | None:
-    layout, schedule = request.layout, request.schedule
-    if layout.pp == 1 or layout.zero < 3 or schedule not in ZERO_BUBBLE:
+def _zero_bubble_keeps_parameters(case: Combination) -> str | None:
+    if case.layout.zero < 3 or not case.splits_backward:
         return None
+    schedule = case.options.pipeline.schedule
     return (
         f"the schedule {schedule} computes weight gradients after FSDP2 has let go of zero=3's "
         "gathered parameters, which gives wrong gradients without a word. Use zero=2 (the same "
@@ -89,36 +94,36 @@ def _zero_bubble_keeps_parameters(request: Request) -> str | None:
     )
 
 
-def _pipeline_runs_backward(request: Request) -> str | None:
-    if not request.own_loop or request.layout.pp == 1:
+def _pipeline_runs_backward(case: Combination) -> str | None:
+    if not case.own_loop or case.layout.pp == 1:
         return None
     return (
-        f"pp={request.layout.pp} runs forward and backward of all microbatches by its schedule, "
+        f"pp={case.layout.pp} runs forward and backward of all microbatches by its schedule, "
         "so a loop of your own cannot call backward(). Use paceline.Engine and its step()."
     )
 
 
-def _own_loop_has_no_sample(request: Request) -> str | None:
-    if not request.own_loop or request.layout.tp == 1:
+def _own_loop_has_no_sample(case: Combination) -> str | None:
+    if not case.own_loop or case.layout.tp == 1:
         return None
     return (
-        f"tp={request.layout.tp} finds what to split by running the model on the first batch, "
+        f"tp={case.layout.tp} finds what to split by running the model on the first batch, "
         "and computes the loss on the split output, which a loop of your own does outside. Use "
         "paceline.Engine and its step()."
     )
 
 
-def _device_map_is_one_process(request: Request) -> str | None:
-    if not request.device_map or request.layout == Layout():
+def _device_map_is_one_process(case: Combination) -> str | None:
+    if case.options.device_map is None or case.layout == Layout():
         return None
     return (
         "a device map spreads a model over the devices of one process; a layout spreads it over "
-        f"processes, here {request.layout.world_size}. Use one of them."
+        f"processes, here {case.layout.world_size}. Use one of them."
     )
 
 
-def _offload_needs_zero(request: Request) -> str | None:
-    if request.offload != "parameters" or request.layout.zero:
+def _offload_needs_zero(case: Combination) -> str | None:
+    if case.options.sharding.offload != "parameters" or case.layout.zero:
         return None
     return (
         "offload='parameters' keeps the pieces of a sharded model in the CPU's memory, but zero=0 "
@@ -126,61 +131,62 @@ def _offload_needs_zero(request: Request) -> str | None:
     )
 
 
-def _selective_needs_one_backward(request: Request) -> str | None:
-    splits = request.layout.pp > 1 and request.schedule in ZERO_BUBBLE
-    if request.recompute != "selective" or not splits:
+def _selective_needs_one_backward(case: Combination) -> str | None:
+    recompute = case.options.checkpoint_activations
+    if recompute is None or recompute.mode != "selective" or not case.splits_backward:
         return None
     return (
-        f"the schedule {request.schedule} goes through a stage's backward twice, for its inputs "
-        "and for its weights, and selective activation checkpointing keeps what it has recomputed "
-        "for one. Use checkpoint_activations='full', or the schedule 1f1b or interleaved-1f1b."
+        f"the schedule {case.options.pipeline.schedule} goes through a stage's backward twice, for "
+        "its inputs and for its weights, and selective activation checkpointing keeps what it has "
+        "recomputed for one. Use checkpoint_activations='full', or the schedule 1f1b or "
+        "interleaved-1f1b."
     )
 
 
-def _pipeline_keeps_dtypes(request: Request) -> str | None:
-    if request.layout.pp == 1 or request.shard_dtype is None:
+def _pipeline_keeps_dtypes(case: Combination) -> str | None:
+    if case.layout.pp == 1 or case.options.sharding.dtype is None:
         return None
     return (
-        f"Sharding(dtype={request.shard_dtype!r}) changes the dtype of what stages of a pipeline "
-        "hand on, which is fixed when the model is cut. Use precision='bf16', which computes in "
-        "bf16 on every layout, and leave dtype out."
+        f"Sharding(dtype={case.options.sharding.dtype!r}) changes the dtype of what stages of a "
+        "pipeline hand on, which is fixed when the model is cut. Use precision='bf16', which "
+        "computes in bf16 on every layout, and leave dtype out."
     )
 
 
-def _matrices_need_whole_gradients(request: Request) -> str | None:
-    if not request.layout.zero or "powersgd" not in (request.compress or ""):
+def _matrices_need_whole_gradients(case: Combination) -> str | None:
+    if not case.layout.zero or "powersgd" not in (case.formats or ""):
         return None
     return (
-        f"{request.compress} factors whole matrices, but with zero={request.layout.zero} a "
+        f"{case.formats} factors whole matrices, but with zero={case.layout.zero} a "
         "gradient travels as pieces to the ranks that keep them. Use zero=0, or int8, sign, topk "
         "or randomk."
     )
 
 
-def _residuals_are_cut_once(request: Request) -> str | None:
-    layout = request.layout
-    if request.compress is None or not layout.zero or layout.tp == 1:
+def _residuals_are_cut_once(case: Combination) -> str | None:
+    layout = case.layout
+    if case.formats is None or not layout.zero or layout.tp == 1:
         return None
     return (
-        f"{request.compress} keeps what it has not sent of each gradient; with tp={layout.tp} and "
+        f"{case.formats} keeps what it has not sent of each gradient; with tp={layout.tp} and "
         f"zero={layout.zero} that is cut twice, in a way that no other layout could load. Use "
         "zero=0 with tp, or zero without tp, or leave compress out."
     )
 
 
-def _copies_are_summed_by_fsdp(request: Request) -> str | None:
-    if request.compress is None or request.layout.copies == 1 or not request.layout.zero:
+def _copies_are_summed_by_fsdp(case: Combination) -> str | None:
+    if case.formats is None or case.layout.copies == 1 or not case.layout.zero:
         return None
     return (
-        f"{request.compress} would apply within each of the {request.layout.copies} "
+        f"{case.formats} would apply within each of the {case.layout.copies} "
         "copies of the sharded model only: FSDP2 sums between copies by itself, where it matters "
         "most. Leave replicas out, or use zero=0."
     )
 
 
-def _sums_need_copies(request: Request) -> str | None:
-    zero = request.layout.zero
-    if not zero or not request.reduction:
+def _sums_need_copies(case: Combination) -> str | None:
+    zero = case.layout.zero
+    if not zero or not case.options.reduction.asked:
         return None
     return (
         f"with zero={zero} FSDP2 sums gradients unit by unit, at the ranks that keep them. Leave "
@@ -189,9 +195,9 @@ def _sums_need_copies(request: Request) -> str | None:
     )
 
 
-def _tuning_needs_overlap(request: Request) -> str | None:
-    layout = request.layout
-    if "bucket_mib='tuned'" not in request.reduction or layout.tp == layout.pp == 1:
+def _tuning_needs_overlap(case: Combination) -> str | None:
+    layout = case.layout
+    if not case.options.reduction.tuned or layout.tp == layout.pp == 1:
         return None
     return (
         "tuning weighs buckets that leave early against few messages, but with "
@@ -200,19 +206,19 @@ def _tuning_needs_overlap(request: Request) -> str | None:
     )
 
 
-def _tuning_needs_plain_bytes(request: Request) -> str | None:
-    if "bucket_mib='tuned'" not in request.reduction or request.compress is None:
+def _tuning_needs_plain_bytes(case: Combination) -> str | None:
+    if not case.options.reduction.tuned or case.formats is None:
         return None
     return (
         "tuning reckons with gradients that travel as they are; what "
-        f"{request.compress} takes to make and to send is not known to it. Give bucket_mib a "
+        f"{case.formats} takes to make and to send is not known to it. Give bucket_mib a "
         "number, or leave one of them out."
     )
 
 
-def _replicas_hold_whole_models(request: Request) -> str | None:
-    layout = request.layout
-    if request.local_start is None:
+def _replicas_hold_whole_models(case: Combination) -> str | None:
+    layout = case.layout
+    if case.options.local_steps is None:
         return None
     for axis in ("zero", "tp", "pp"):
         value = getattr(layout, axis)
@@ -225,14 +231,14 @@ def _replicas_hold_whole_models(request: Request) -> str | None:
     return None
 
 
-def _replicas_are_processes(request: Request) -> str | None:
-    if request.local_start is None or not request.device_map:
+def _replicas_are_processes(case: Combination) -> str | None:
+    if case.options.local_steps is None or case.options.device_map is None:
         return None
     return "a device map is for one process, which has no replicas to meet. Leave one of them out."
 
 
-def _replicas_do_not_wait(request: Request) -> str | None:
-    if request.local_start is None or not request.sync_batchnorm:
+def _replicas_do_not_wait(case: Combination) -> str | None:
+    if case.options.local_steps is None or not case.options.sync_batchnorm:
         return None
     return (
         "sync_batchnorm normalises over all ranks' samples in every forward, but replicas that "
@@ -240,8 +246,8 @@ def _replicas_do_not_wait(request: Request) -> str | None:
     )
 
 
-def _rounds_send_no_gradients(request: Request) -> str | None:
-    if request.local_start != 0 or request.compress is None:
+def _rounds_send_no_gradients(case: Combination) -> str | None:
+    if not case.is_local_from_the_start or case.formats is None:
         return None
     return (
         "compress is about how gradients travel, and replicas that train alone from the first step "
@@ -251,8 +257,8 @@ def _rounds_send_no_gradients(request: Request) -> str | None:
     )
 
 
-def _rounds_sum_no_gradients(request: Request) -> str | None:
-    if request.local_start != 0 or not request.reduction:
+def _rounds_sum_no_gradients(case: Combination) -> str | None:
+    if not case.is_local_from_the_start or not case.options.reduction.asked:
         return None
     return (
         "reduction is about how gradients are summed, and replicas that train alone from the first "
@@ -266,10 +272,14 @@ _LAYOUT = ("layout",)
 RULES = (
     Rule("axis-not-available", _LAYOUT, _axis_not_available),
     Rule("replicas-need-zero", _LAYOUT, _replicas_need_zero),
-    Rule("zero-bubble-keeps-parameters", ("layout", "schedule"), _zero_bubble_keeps_parameters),
+    Rule(
+        "zero-bubble-keeps-parameters",
+        ("layout", "pipeline.schedule"),
+        _zero_bubble_keeps_parameters,
+    ),
     Rule(
         "selective-needs-one-backward",
-        ("schedule", "checkpoint_activations"),
+        ("pipeline.schedule", "checkpoint_activations"),
         _selective_needs_one_backward,
     ),
     Rule("pipeline-keeps-dtypes", ("layout", "sharding.dtype"), _pipeline_keeps_dtypes),
@@ -286,22 +296,24 @@ RULES = (
     Rule("residuals-are-cut-once", ("layout", "compress"), _residuals_are_cut_once),
     Rule("copies-are-summed-by-fsdp", ("layout", "compress"), _copies_are_summed_by_fsdp),
     Rule("sums-need-copies", ("layout", "reduction"), _sums_need_copies),
-    Rule("tuning-needs-overlap", ("layout", "bucket_mib"), _tuning_needs_overlap),
-    Rule("tuning-needs-plain-bytes", ("bucket_mib", "compress"), _tuning_needs_plain_bytes),
+    Rule("tuning-needs-overlap", ("layout", "reduction.bucket_mib"), _tuning_needs_overlap),
+    Rule(
+        "tuning-needs-plain-bytes", ("reduction.bucket_mib", "compress"), _tuning_needs_plain_bytes
+    ),
 )
 
 
-def broken_rule(request: Request) -> tuple[Rule, str] | None:
-    """The first rule that ``request`` breaks, and the reason; ``None`` if sound."""
+def broken_rule(case: Combination) -> tuple[Rule, str] | None:
+    """The first rule that ``case`` breaks, and the reason; ``None`` if sound."""
     for rule in RULES:
-        if (reason := rule.broken(request)) is not None:
+        if (reason := rule.broken(case)) is not None:
             return rule, reason
     return None
 
 
-def problem_with(request: Request) -> tuple[str, str] | None:
-    """The name of the first rule that ``request`` breaks, and the reason; ``None`` if sound."""
-    found = broken_rule(request)
+def problem_with(case: Combination) -> tuple[str, str] | None:
+    """The name of the first rule that ``case`` breaks, and the reason; ``None`` if sound."""
+    found = broken_rule(case)
     return None if found is None else (found[0].name, found[1])
 
 
@@ -311,9 +323,9 @@ def clash(settings: Sequence[str]) -> str:
     return f"{first} does not go with {', '.join(others)}" if others else first
 
 
-def check_rules(request: Request) -> None:
-    """Raise :class:`LayoutError` for a request that breaks a rule."""
-    if (found := broken_rule(request)) is not None:
+def check_rules(case: Combination) -> None:
+    """Raise :class:`LayoutError` for a case that breaks a rule."""
+    if (found := broken_rule(case)) is not None:
         rule, reason = found
-        told = clash([request.words(setting) for setting in rule.settings])
+        told = clash([case.words(setting) for setting in rule.settings])
         raise LayoutError(f"{told}: {reason} [rule: {rule.name}]")

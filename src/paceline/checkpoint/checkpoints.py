@@ -42,7 +42,7 @@ from paceline.data.loader import Loader
 from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError
 from paceline.events import Event, RestoreTried
 from paceline.events.wording import checkpoint_trouble
-from paceline.trainer.options import Checkpointing
+from paceline.options import Checkpointing
 from paceline.version import __version__
 from paceline.world import collectives, rng_state, set_rng_state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import TrainingError
-from paceline.wire.links import (
+from paceline.network.links import (
     PIECE_BYTES,
     Link,
     Links,
@@ -13,8 +13,8 @@ from paceline.wire.links import (
     flat_seconds,
     hierarchical_seconds,
 )
-from paceline.wire.reduction import Reduction
-from paceline.wire.topology import Topology
+from paceline.network.topology import Topology
+from paceline.options.reduction import Reduction
 
 TWO_BY_TWO = Topology(((0, 1), (2, 3)))
 FREE = Link(0.0, 1e15)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.wire import LocalSteps
-from paceline.wire.local_steps import fragments_of
+from paceline.options import LocalSteps
+from paceline.options.local_steps import fragments_of
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from sync_cases import fit
 from torch import nn
-from wire_cases import fit
 
 import paceline
 from paceline import events

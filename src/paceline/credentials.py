@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic_core import CoreSchema, core_schema
 
-from paceline.config.secret_words import MASK, is_reference, literals, masked, says_secret
 from paceline.errors import ConfigError
+from paceline.masking import MASK, is_reference, literals, masked, says_secret
 from paceline.untrusted import NotReadable, open_file
 
 HOW_TO = (
@@ -88,6 +88,16 @@ class Secret:
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
         return {"type": "string", "pattern": "^(env:[A-Za-z_]|file:[/~])"}
+
+
+def named_key(reference: Any) -> Secret:
+    """The key of checkpoints that ``env:NAME`` or ``file:/path`` refers to; it is not read yet."""
+    if not isinstance(reference, str):
+        raise ConfigError(f"the key of checkpoints is named by where it is kept: {HOW_TO}.")
+    try:
+        return Secret(reference)
+    except ValueError as error:
+        raise ConfigError(f"the key of checkpoints: {error}.") from None
 
 
 def check_no_literals(value: Any, path: tuple[str, ...] = (), *, bare_key: bool = False) -> None:

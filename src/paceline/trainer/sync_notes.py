@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from paceline.engine import Engine
-from paceline.engine.options import compression_of, local_steps_of
 from paceline.events import Note
 from paceline.formatting import plural
-from paceline.wire import Compression, LocalSteps
+from paceline.options import Compression, LocalSteps
 
 
 def starting_notes(engine: Engine, last_step: int | None) -> list[Note]:
     """What is on, and a warning where this run, which ends after ``last_step``, is too short."""
-    compression = compression_of(engine.options)
-    local_steps = local_steps_of(engine.options)
+    compression, local_steps = engine.options.compress, engine.options.local_steps
     if engine.layout.dp == 1:
         return [] if compression is None else [_alone(compression)]
     notes = []

@@ -1,47 +1,63 @@
-"""What a user says of how gradients are summed over the ranks."""
+"""How gradients are summed over the ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from paceline.errors import TrainingError
-from paceline.wire.buckets import ONE_BUCKET
-from paceline.wire.links import Link, Links
+from paceline.network.buckets import ONE_BUCKET
+from paceline.network.links import Link, Links
+from paceline.options.declare import Option, check, documented
 
-HIERARCHIES = ("auto", "always", "never")
 _SIDES = ("within", "across")
 
 
+@documented
 @dataclass(frozen=True)
 class Reduction:
     """How gradients are summed over the data-parallel ranks, where ``zero=0``.
 
-    Args:
-        hierarchy: within each node, then across nodes: ``always`` where several ranks share a
-            node and there are several nodes, ``never``, or ``auto``: where that is faster.
-        links: what lies between ranks, for ``auto`` to reckon with instead of measuring:
-            ``{"within": "10 Gbit/s 0.05 ms", "across": "100 Mbit/s 5 ms"}``.
-        bucket_mib: gradients leave in buckets of this size while the backward goes on; ``None``
-            is torch's own 25 MiB, ``tuned`` finds the best size from the first steps.
-        overlap: ``False`` lets everything leave together, after the backward.
+    See docs/guides/reduction.md.
     """
 
-    hierarchy: Literal["auto", "always", "never"] = "auto"
-    links: Mapping[str, str | Link] | None = None
-    bucket_mib: float | Literal["tuned"] | None = None
-    overlap: bool = True
+    config_section: ClassVar[str] = "reduction"
+
+    hierarchy: Annotated[
+        Literal["auto", "always", "never"],
+        Option(
+            "Sum within each node first, then across nodes, where several ranks share a node and "
+            "there are several nodes; auto: where that is faster.",
+            must="auto, always or never",
+        ),
+    ] = "auto"
+    links: Annotated[
+        Mapping[str, str | Link] | None,
+        Option(
+            "What lies between ranks, for auto to reckon with: {within: 10 Gbit/s 0.05 ms, across: "
+            "100 Mbit/s 5 ms}. None: measured where that is needed.",
+            must="a dict such as {'within': '10 Gbit/s 0.05 ms', 'across': '100 Mbit/s 5 ms'}",
+        ),
+    ] = None
+    bucket_mib: Annotated[
+        float | Literal["tuned"] | None,
+        Option(
+            "MiB of gradients that leave in one message while the backward goes on; tuned: the "
+            "best size, found from the first steps. None: torch's own 25.",
+            gt=0,
+            lt=math.inf,
+            must="a number of MiB above 0, 'tuned', or None for torch's own 25",
+        ),
+    ] = None
+    overlap: Annotated[
+        bool,
+        Option("Send while the backward goes on. False: all leaves together, after it."),
+    ] = True
 
     def __post_init__(self) -> None:
-        if self.hierarchy not in HIERARCHIES:
-            raise TrainingError(
-                f"reduction: hierarchy={self.hierarchy!r} must be {', '.join(HIERARCHIES[:-1])} "
-                f"or {HIERARCHIES[-1]}."
-            )
-        if not isinstance(self.overlap, bool):
-            raise TrainingError(f"reduction: overlap={self.overlap!r} must be True or False.")
+        check(self, "reduction: ")
         self._check_bucket()
         self._check_links()
 
@@ -49,12 +65,6 @@ class Reduction:
         bucket = self.bucket_mib
         if bucket is None:
             return
-        is_number = isinstance(bucket, int | float) and not isinstance(bucket, bool)
-        if bucket != "tuned" and not (is_number and 0 < float(bucket) < math.inf):
-            raise TrainingError(
-                f"reduction: bucket_mib={bucket!r} must be a number of MiB above 0, 'tuned', or "
-                "None for torch's own 25."
-            )
         if not self.overlap:
             raise TrainingError(
                 f"reduction: bucket_mib={_shown(bucket)} has no effect without overlap, where "
@@ -64,7 +74,7 @@ class Reduction:
     def _check_links(self) -> None:
         if self.links is None:
             return
-        if not isinstance(self.links, Mapping) or sorted(self.links) != sorted(_SIDES):
+        if sorted(self.links) != sorted(_SIDES):
             raise TrainingError(
                 f"reduction: links={self.links!r} must tell of both kinds, as in "
                 "{'within': '10 Gbit/s 0.05 ms', 'across': '100 Mbit/s 5 ms'}."

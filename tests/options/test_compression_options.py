@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import TrainingError
-from paceline.wire import Compression, Form
+from paceline.options import Compression, Form
 
 
 @pytest.mark.parametrize(

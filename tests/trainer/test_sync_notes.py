@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from sync_cases import fit
 from torch import nn
-from wire_cases import fit
 
 import paceline
 from paceline import events
 from paceline.events import Note
+from paceline.options import Compression, LocalSteps
 from paceline.sync.traffic import LeftAlone, Traffic
-from paceline.trainer.wire_notes import of_compression, of_local_steps
-from paceline.trainer.wire_reports import left_alone_note
-from paceline.wire import Compression, LocalSteps
+from paceline.trainer.sync_notes import of_compression, of_local_steps
+from paceline.trainer.sync_reports import left_alone_note
 
 POWER = Compression("powersgd:4+fp16")
 

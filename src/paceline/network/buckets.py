@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.wire.links import Link, in_ms
+from paceline.network.links import Link, in_ms
 
 MIB = 2**20
 DEFAULT_MIB = 25.0

@@ -1,4 +1,4 @@
-"""What a user says of the wire: in which form gradients travel, and which of them do not."""
+"""In which form gradients travel, and which of them travel as they are."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 from paceline.errors import TrainingError
+from paceline.options.declare import Option, check, documented
 
 FORMATS = {
     "none": None,
@@ -93,48 +95,61 @@ def _number(text: str, number: str) -> float:
         raise TrainingError(f"compress: {text!r}: {number!r} is not a number.") from None
 
 
+@documented
 @dataclass(frozen=True)
 class Compression:
-    """How gradients travel between data-parallel ranks.
+    """How gradients travel between data-parallel ranks; see docs/guides/compression.md."""
 
-    Args:
-        format: ``none``, ``fp16``, ``bf16``, ``int8`` (a scale for each block), ``sign`` (one bit),
-            ``topk:RATIO`` (the largest), ``randomk:RATIO`` (drawn anew each step) or
-            ``powersgd:RANK``; the last three may go on in 16 bits, as in ``powersgd:4+fp16``.
-        error_feedback: send later what was left behind. ``None``: where the format needs it.
-        warmup_steps: so many steps without compression first, while gradients are large and change
-            fast. ``None``: 100 for formats that leave something behind, else none.
-        smallest: tensors with fewer elements, and vectors (norms, biases), travel as they are.
-        embeddings: whether embeddings, whose gradients are mostly zero, are compressed, too.
-        rules: from name patterns to formats, for parameters that are to travel in another one:
-            ``{"embedding.*": "none"}``. The first that matches counts.
-        seed: of what is drawn.
-    """
+    config_section: ClassVar[str] = "compress"
 
-    format: str = "none"
-    error_feedback: bool | None = None
-    warmup_steps: int | None = None
-    smallest: int = 1024
-    embeddings: bool = False
-    rules: Mapping[str, str] = field(default_factory=dict)
-    seed: int = 0
+    format: Annotated[
+        str,
+        Option(
+            "none, fp16, bf16, int8 (a scale for each block), sign (one bit), topk:RATIO (the "
+            "largest), randomk:RATIO (drawn anew each step) or powersgd:RANK; the last three may "
+            "go on in 16 bits: powersgd:4+fp16."
+        ),
+    ] = "none"
+    error_feedback: Annotated[
+        bool | None,
+        Option("Send later what was left behind. None: where the format needs it."),
+    ] = None
+    warmup_steps: Annotated[
+        int | None,
+        Option(
+            "Steps without compression at the start, while gradients are large and change fast. "
+            "None: 100 for sign, topk, randomk and powersgd, else none.",
+            ge=0,
+        ),
+    ] = None
+    smallest: Annotated[
+        int,
+        Option(
+            "Tensors with fewer elements, and vectors (norms, biases), travel as they are.", ge=0
+        ),
+    ] = 1024
+    embeddings: Annotated[
+        bool, Option("Compress embeddings, too, whose gradients are mostly zero.")
+    ] = False
+    rules: Annotated[
+        Mapping[str, str],
+        Option(
+            "Other formats by name pattern, such as {'embedding.*': 'none'}. The first that "
+            "matches counts.",
+            must="a dict from name patterns to formats",
+        ),
+    ] = field(default_factory=dict)
+    seed: Annotated[int, Option("Seed of what is drawn (randomk, powersgd).", ge=0)] = 0
 
     def __post_init__(self) -> None:
         Form.parse(self.format)
+        check(self, "compress: ")
         for pattern, text in self.rules.items():
             try:
                 Form.parse(text)
             except TrainingError as error:
                 told = str(error).removeprefix("compress: ")
                 raise TrainingError(f"compress: rule for {pattern!r}: {told}") from None
-        for name in ("warmup_steps", "smallest"):
-            value = getattr(self, name)
-            if value is None and name == "warmup_steps":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise TrainingError(
-                    f"compress: {name}={value!r} must be a whole number, 0 or more."
-                )
 
     @classmethod
     def of(cls, value: Compression | str) -> Compression:

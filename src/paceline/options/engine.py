@@ -1,0 +1,207 @@
+"""The options of :class:`paceline.Engine`, which :class:`paceline.Trainer` takes as well."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from paceline.errors import TrainingError
+from paceline.layout import Layout
+from paceline.options.compression import Compression
+from paceline.options.declare import Option, check, documented
+from paceline.options.local_steps import LocalSteps
+from paceline.options.pipeline import Pipelining
+from paceline.options.recompute import Recompute
+from paceline.options.reduction import Reduction
+from paceline.options.sharding import Sharding
+from paceline.options.tensor import TensorParallel
+
+InitialWeights = Literal["rank0", "own"]
+Nonfinite = Literal["stop", "skip", "ignore"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+
+_NO_CLIPPING = "a number greater than 0, or None for no clipping"
+
+
+@documented
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine trains, in full: :meth:`of` makes it from what a caller wrote.
+
+    Types are given without torch, so that a config can be checked before torch is imported.
+    """
+
+    config_section: ClassVar[str] = ""
+
+    layout: Annotated[
+        str | Layout,
+        Option(
+            "How work is spread over the ranks, such as 'dp=2' or 'dp=2,zero=3,tp=2'; auto: "
+            "data-parallel over all of them."
+        ),
+    ] = "auto"
+    microbatch: Annotated[
+        int | None,
+        Option(
+            "The most samples a rank puts through the model at once; a larger share of the batch "
+            "is cut into near-equal parts whose gradients add up. None: the whole share at once.",
+            key="batch.microbatch",
+            ge=1,
+            must="a whole number of samples, 1 or more",
+        ),
+    ] = None
+    precision: Annotated[
+        Precision,
+        Option(
+            "Number format of the forward and backward pass: fp32, bf16 or fp16 (autocast; fp16 "
+            "with a gradient scaler), or fp64, in which the whole model computes.",
+            must="one of fp32, bf16, fp16, fp64",
+        ),
+    ] = "fp32"
+    clip_norm: Annotated[
+        float | None,
+        Option(
+            "Clip the norm of the whole gradient to this. None: no clipping.",
+            key="train.clip_norm",
+            gt=0,
+            must=_NO_CLIPPING,
+        ),
+    ] = None
+    clip_value: Annotated[
+        float | None,
+        Option(
+            "Clip each element of the gradient to this. None: no clipping.",
+            key="train.clip_value",
+            gt=0,
+            must=_NO_CLIPPING,
+        ),
+    ] = None
+    schedule: Annotated[
+        Any,
+        Option(
+            "A function from the step (0, 1, …) to a factor on each group's learning rate, or one "
+            "of torch's schedulers.",
+            key="",
+        ),
+    ] = None
+    compile: Annotated[bool, Option("Compile the model with torch.compile.")] = False
+    nonfinite: Annotated[
+        Nonfinite,
+        Option(
+            "On NaN or Inf in the loss or the gradient: stop the run (on a GPU one step later), "
+            "skip the step, or ignore it.",
+            key="train.nonfinite",
+        ),
+    ] = "stop"
+    sync_batchnorm: Annotated[
+        bool,
+        Option(
+            "Batch-norm statistics over all ranks' samples instead of each rank's own.",
+            key="train.sync_batchnorm",
+        ),
+    ] = False
+    forward: Annotated[
+        Callable[[Any, Any], Any] | None,
+        Option(
+            "Called as forward(model, batch), it returns the loss: for models that need more than "
+            "being called with their batch.",
+            key="",
+            must="a function, called as forward(model, batch)",
+        ),
+    ] = None
+    count: Annotated[
+        Callable[[Any], Any] | None,
+        Option(
+            "Called as count(batch), it says over how many items the loss of a batch is a mean, "
+            "where that is not the samples.",
+            key="",
+            must="a function, called as count(batch)",
+        ),
+    ] = None
+    sharding: Annotated[Sharding, Option("How zero shards the model.")] = Sharding()
+    tensor: Annotated[TensorParallel, Option("How tp splits layers.")] = TensorParallel()
+    pipeline: Annotated[Pipelining, Option("How pp cuts and runs the model.")] = Pipelining()
+    checkpoint_activations: Annotated[
+        Recompute | None,
+        Option(
+            "Recompute activations in the backward pass: of every block (full), of every n-th (a "
+            "number), or of all but the costly operators (selective)."
+        ),
+    ] = None
+    device_map: Annotated[
+        str | Mapping[str, Any] | None,
+        Option(
+            "Put parts of the model on several devices of one process: names to devices, or auto.",
+            must="'auto' or a dict from the names of modules to devices",
+        ),
+    ] = None
+    max_memory: Annotated[
+        Mapping[Any, int | str] | None,
+        Option(
+            "With a device map: how much of each device it may use, such as {'cuda:0': '20GiB'}.",
+            must="a dict from devices to bytes, such as {'cuda:0': '20GiB'}",
+        ),
+    ] = None
+    init: Annotated[
+        Callable[[Any], None] | None,
+        Option(
+            "Called with each module of a model from the meta device, to give it values.",
+            key="",
+            must="a function, called as init(module)",
+        ),
+    ] = None
+    compress: Annotated[
+        Compression | None,
+        Option("In which form gradients travel between data-parallel ranks, such as int8."),
+    ] = None
+    local_steps: Annotated[
+        LocalSteps | None,
+        Option("Data-parallel ranks train alone for this many steps and then meet."),
+    ] = None
+    reduction: Annotated[Reduction, Option("How gradients are summed over the ranks.")] = (
+        Reduction()
+    )
+    initial_weights: Annotated[
+        InitialWeights,
+        Option(
+            "What ranks start from: the model that rank 0 has built, or each its own.",
+            must="'rank0' (every rank takes over rank 0's model) or 'own' (every rank keeps what "
+            "it has built)",
+        ),
+    ] = "rank0"
+
+    @classmethod
+    def of(cls, **given: Any) -> EngineOptions:
+        """From what a caller wrote: short forms written out, ``None`` for what is by default."""
+        if (mode := given.get("checkpoint_activations")) is not None:
+            given["checkpoint_activations"] = Recompute.of(mode)
+        if (compress := given.get("compress")) is not None:
+            compression = Compression.of(compress)
+            given["compress"] = compression if compression.formats is not None else None
+        if (rounds := given.get("local_steps")) is not None:
+            given["local_steps"] = LocalSteps.of(rounds)
+        if (reduction := given.get("reduction")) is not None:
+            given["reduction"] = Reduction.of(reduction)
+        for name, value in list(given.items()):
+            if value is None and name in ("sharding", "tensor", "pipeline", "reduction"):
+                del given[name]
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        Layout.parse(self.layout)
+        check(self)
+        if self.max_memory is not None and self.device_map is None:
+            raise TrainingError(
+                "max_memory= bounds the devices of a device map, and there is none. Pass "
+                "device_map='auto' with it, or leave it out."
+            )
+
+    def __getitem__(self, name: str) -> Any:
+        """``options["precision"]``, as in earlier versions, is ``options.precision``."""
+        return getattr(self, name)
+
+    def arguments(self) -> dict[str, Any]:
+        """The options by name, as :class:`paceline.Engine` takes them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

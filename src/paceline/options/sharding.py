@@ -1,0 +1,86 @@
+"""How ``zero`` shards a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from paceline.errors import LayoutError, TrainingError
+from paceline.options.declare import Option, check, declared, documented
+
+STAGES = (1, 2, 3)
+
+
+@documented
+@dataclass(frozen=True)
+class Sharding:
+    """How ``zero=1``, ``2`` and ``3`` cut a model; see docs/guides/sharding.md."""
+
+    config_section: ClassVar[str] = "sharding"
+
+    units: Annotated[
+        str | Sequence[str] | Callable[[str, Any], bool] | None,
+        Option(
+            "Which modules are gathered one by one: patterns on their names such as 'layers.*'. In "
+            "Python also a function (name, module) -> bool. None: the model's repeated blocks.",
+            must="a pattern on module names such as 'layers.*', a list of them, or a function "
+            "(name, module) -> bool",
+        ),
+    ] = None
+    reshard: Annotated[
+        bool | int | None,
+        Option(
+            "With zero=3: whether a unit lets go of its whole parameters between forward and "
+            "backward. A number keeps them cut over that many ranks meanwhile. None: yes.",
+            ge=2,
+            must="True, False, or a number of ranks from 2 up over which parameters stay cut "
+            "between forward and backward",
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["bf16", "fp16"] | None,
+        Option(
+            "Gather and compute parameters in this format. The optimizer holds them in float32, "
+            "and gradients are summed in float32.",
+            must="one of bf16, fp16",
+        ),
+    ] = None
+    offload: Annotated[
+        Literal["parameters", "optimizer"] | None,
+        Option(
+            "What lives in the CPU's memory: the parameters with their gradients and the "
+            "optimizer's state, or that state alone.",
+            must="one of parameters, optimizer",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self, "sharding: ")
+        if self.units == "" or (isinstance(self.units, list | tuple) and "" in self.units):
+            words = declared(Sharding)["units"].must_be
+            raise TrainingError(f"sharding: units={self.units!r} must be {words}.")
+
+    def check(self, stage: int, shards: int, zero_bubble: bool = False) -> None:
+        """Refuse what ``zero=stage`` over ``shards`` ranks cannot do."""
+        if stage not in STAGES:
+            raise LayoutError(f"sharding: zero={stage} must be one of 1, 2, 3.")
+        if self.reshard is not None and stage != 3:
+            raise TrainingError(
+                f"sharding: reshard={self.reshard!r} needs zero=3. With zero={stage} parameters "
+                "stay gathered for a whole step, which is what sets it apart. Leave reshard out."
+            )
+        if self.reshard not in (None, False) and zero_bubble:
+            raise TrainingError(
+                f"sharding: reshard={self.reshard!r} does not go with a zero-bubble schedule, "
+                "which computes the gradients of the parameters long after those of the inputs. "
+                "Leave reshard out."
+            )
+        if self.reshard in (None, True, False):
+            return
+        assert self.reshard is not None
+        if self.reshard >= shards or shards % self.reshard:
+            raise TrainingError(
+                f"sharding: reshard={self.reshard} must divide the {shards} ranks that share a "
+                "copy of the parameters, and be less than that."
+            )

@@ -1,0 +1,87 @@
+"""What :class:`Trainer` and its ``fit`` refuse before anything is built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, TrainingError
+from paceline.launch.run_folder import check_name
+from paceline.trainer.callbacks import Callback
+from paceline.trainer.evaluate import WholeSet
+
+
+def check_looking_on(callbacks: Any, metrics: Any, trackers: Any) -> None:
+    """Refuse callbacks, metrics and trackers that are none."""
+    if not isinstance(callbacks, Sequence) or not all(isinstance(c, Callback) for c in callbacks):
+        raise TrainingError(
+            f"callbacks={callbacks!r} must be a list of paceline.Callback objects, such as "
+            "[paceline.EarlyStopping()]."
+        )
+    if not isinstance(metrics, Mapping):
+        raise TrainingError(
+            f"metrics must be a dict from name to function, not a {type(metrics).__name__}."
+        )
+    for name, metric in metrics.items():
+        if not isinstance(name, str):
+            raise TrainingError(f"metrics: the name {name!r} must be text.")
+        if not callable(metric) and not isinstance(metric, WholeSet):
+            raise TrainingError(f"metrics: {name!r} must be a function, not {metric!r}.")
+    if "loss" in metrics:
+        raise TrainingError("metrics: the name 'loss' is taken by the loss itself.")
+    can = isinstance(trackers, Sequence) and not isinstance(trackers, str)
+    if not can or any(isinstance(t, type) or not hasattr(t, "handle") for t in trackers):
+        raise TrainingError(
+            f"trackers={trackers!r} must be a list of trackers, such as "
+            "[paceline.track.TensorBoard(folder)]."
+        )
+
+
+def check_run_dir(run_dir: Any) -> None:
+    """Refuse what is no folder's path, or cannot name a run."""
+    if run_dir is None:
+        return
+    if not isinstance(run_dir, str | os.PathLike) or not str(run_dir):
+        raise TrainingError(
+            f"run_dir={run_dir!r} must be a folder's path, or None to keep nothing on disk."
+        )
+    try:
+        check_name(run_dir)
+    except ConfigError as error:
+        raise TrainingError(f"run_dir={os.fspath(run_dir)!r}: {error}") from None
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that could not be made or written to."""
+    existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
+    if not existing.is_dir():
+        raise TrainingError(f"run_dir={str(folder)!r}: {existing} is a file. Choose a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise TrainingError(
+            f"run_dir={str(folder)!r}: {existing} cannot be written. Make it writable, or choose "
+            "another folder."
+        )
+
+
+def check_length(epochs: int | None, steps: int | None) -> None:
+    """Refuse anything but one whole number, of epochs or of steps."""
+    if (epochs is None) == (steps is None):
+        raise TrainingError(
+            f"fit(epochs={epochs}, steps={steps}): give exactly one of epochs and steps."
+        )
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
+            raise TrainingError(f"fit({name}={value!r}): {name} must be a whole number, 1 or more.")
+
+
+def check_restarts(max_restarts: int | None) -> None:
+    """Refuse anything but ``None`` and a whole number from 0 up."""
+    whole = isinstance(max_restarts, int) and not isinstance(max_restarts, bool)
+    if max_restarts is not None and not (whole and max_restarts >= 0):
+        raise TrainingError(
+            f"fit: max_restarts={max_restarts!r} must be a whole number, 0 or more."
+        )
