@@ -170,11 +170,13 @@ def test_mistakes_are_named_before_any_process_starts(
     arguments: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(RankPool, "run", never)
+    monkeypatch.chdir(tmp_path)  # an error about a missing config names those that are here
     status = verify(*arguments, monkeypatch=monkeypatch)
     printed = capfd.readouterr()
     assert printed.err.strip() == WRONG[arguments]
