@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from paceline.engine.traffic import LeftAlone, Traffic
 from sync_cases import fit
 from torch import nn
 
@@ -15,6 +14,7 @@ import paceline
 from paceline import events
 from paceline.events import Note
 from paceline.options import Compression, LocalSteps
+from paceline.sync.traffic import LeftAlone, Traffic
 from paceline.trainer.sync_notes import of_compression, of_local_steps
 from paceline.trainer.sync_reports import left_alone_note
 
