@@ -152,7 +152,7 @@ WRONG = {
         "metrics must be a dict from name to function, not a list."),
     "metric": (lambda: trainer(metrics={"m": 3}), "metrics: 'm' must be a function, not 3."),
     "section": (lambda: trainer(data={"workers": 2}),
-        "data={'workers': 2} must be made with paceline.DataOptions(...)."),
+        "data={'workers': 2} must be made with paceline.DataOptions(…)."),
     "option": (lambda: trainer(lr=3), "Trainer got an unknown argument lr. It takes"),
     "early stopping": (
         lambda: trainer(callbacks=[paceline.EarlyStopping()]).fit(dataset(), steps=1),

@@ -130,7 +130,7 @@ def test_one_process_is_split_and_names_nobody(tmp_path: Path) -> None:
 
 def test_split_every_must_be_a_number_of_steps() -> None:
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(TrainingError, match="Trainer: split_every=0 must be a whole number, 1"):
+    with pytest.raises(TrainingError, match=r"^split_every=0 must be a whole number, 1"):
         paceline.Trainer(model, optimizer=torch.optim.SGD, split_every=0)
 
 

@@ -83,9 +83,10 @@ def check_switches(whose: str, **values: Any) -> None:
 
 def refuse_unknown(taker: type, unknown: Mapping[str, Any]) -> None:
     """Refuse arguments that ``taker``, :class:`Engine` or :class:`Trainer`, does not have."""
-    known = sorted(inspect.signature(taker).parameters.keys() - {"unknown"})
+    taken = inspect.signature(taker).parameters.keys() - {"unknown"}
+    known = sorted(taken - {"model", "optimizer", "loss", "world"})
     for name in unknown:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, taken, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise TrainingError(
             f"{taker.__name__} got an unknown argument {name}.{hint} It takes {', '.join(known)}."
