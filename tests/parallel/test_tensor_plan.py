@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -167,16 +164,3 @@ def test_a_plan_is_data():
     plan = TensorPlan(2, {"a.0.b": "column", "a.1.b": "column", "c": "row"}, {"d": "so"})
     assert "a.0..1.b  column" in str(plan)
     assert "nothing is split" in str(TensorPlan(2, {}))
-
-
-def test_the_guide_prints_what_it_says(ranks, capsys, monkeypatch):
-    def on_live_ranks(job, world_size):
-        return ranks(job, world_size=world_size)
-
-    monkeypatch.setattr("paceline.testing.run_ranks", on_live_ranks, raising=False)
-    text = (Path(__file__).parents[2] / "docs" / "guides" / "tensor.md").read_text()
-    pairs = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, flags=re.DOTALL)
-    assert len(pairs) == 2
-    for code, printed in pairs:
-        exec(compile(code, "guide", "exec"), {"__name__": "guide"})
-        assert capsys.readouterr().out == printed
