@@ -45,7 +45,7 @@ def measure(layout: str, layers: int, width: int) -> list[dict[str, Any]]:
         layout=layout,
         microbatch=1,
     )
-    draw = torch.Generator().manual_seed(engine.place.dp)
+    draw = torch.Generator().manual_seed(engine.coordinate.dp)
     tokens = torch.randint(0, VOCAB, (2, CONTEXT + 1), generator=draw)
     batch = (tokens[:, :-1], tokens[:, 1:])
     engine.step(batch)

@@ -107,7 +107,7 @@ def train(case: Case, rank: int, layout: str) -> tuple[list[float], float]:
         precision=case.precision,
         **options,
     )
-    place = paceline.Layout.parse(layout).place(engine.world.rank)
+    place = paceline.Layout.parse(layout).coordinate(engine.world.rank)
     shares = paceline.Layout.parse(layout).dp
     losses = []
     for inputs, targets in batches(case):

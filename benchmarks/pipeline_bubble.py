@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from paceline.layout.schedules import SCHEDULES, Costs, Schedule, build_schedule, placement
+from paceline.layout.pipeline_schedules import SCHEDULES, Costs, Schedule, build_schedule, placement
 from paceline.testing import RankPool
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_bubble.json"

@@ -24,7 +24,7 @@ SOURCE = Path(paceline.__file__).parent
 KNOW_TORCH = {
     "torch_internals.py",
     "parallel/tensor/shards.py",
-    "parallel/pipeline/schedules.py",
+    "parallel/pipeline/torch_schedules.py",
     "diagnose/hangs/flight.py",
 }
 PRIVATE = re.compile(

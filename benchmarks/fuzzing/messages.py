@@ -19,7 +19,8 @@ from torch.distributed import HashStore
 from fuzzing.mutations import Mutator
 from paceline.diagnose.hangs.coordinator import Coordinator
 from paceline.diagnose.hangs.diagnosis import diagnose_hang
-from paceline.diagnose.hangs.heartbeat import (
+from paceline.diagnose.hangs.mismatch import digest
+from paceline.diagnose.hangs.rank_heartbeat import (
     Call,
     Frame,
     GroupProgress,
@@ -27,7 +28,6 @@ from paceline.diagnose.hangs.heartbeat import (
     PointToPoint,
     RankReport,
 )
-from paceline.diagnose.hangs.mismatch import digest
 from paceline.doctor.multi_node import LinkReport, MachineCard
 from paceline.errors import PacelineError
 from paceline.events import Event, EventLog, Note, StepDone
@@ -35,7 +35,7 @@ from paceline.events.wording import moving_again
 from paceline.launch.logs import LogName
 from paceline.launch.messages import BadMessage, decode
 from paceline.launch.outcome import WorldOutcome
-from paceline.launch.rendezvous import forwarding, heartbeats, membership
+from paceline.launch.rendezvous import forwarding, membership, node_heartbeats
 from paceline.launch.rendezvous.records import CurrentWorld
 from paceline.launch.rendezvous.torch_state import JsonBackend, RendezvousNode, RendezvousState
 from paceline.launch.restart_policy import Decision, Ending
@@ -126,15 +126,22 @@ def _outcome(text: bytes, box: Path) -> None:
 
 def _signs_of_life(text: bytes, box: Path) -> None:
     """Each key that a look reads, in turn, holds the text."""
-    for key in ("alive/1", "left/1", "over", "waiting", heartbeats.OVER, heartbeats.WAITING):
+    for key in (
+        "alive/1",
+        "left/1",
+        "over",
+        "waiting",
+        node_heartbeats.OVER,
+        node_heartbeats.WAITING,
+    ):
         store = HashStore()
-        heartbeats.prepare_store(store, 2)
+        node_heartbeats.prepare_store(store, 2)
         store.set(key, text)
         try:
-            seen = heartbeats.beat_and_read(store, 0, 2)
+            seen = node_heartbeats.beat_and_read(store, 0, 2)
         except BadMessage:
             continue
-        beats = heartbeats.HeartbeatTracker(2, 0, 5.0, 0.0)
+        beats = node_heartbeats.HeartbeatTracker(2, 0, 5.0, 0.0)
         beats.note(seen.counts, 1.0)
         beats.silent(100.0)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.layout.schedules import SCHEDULES, default_stages_per_rank
+from paceline.layout.pipeline_schedules import SCHEDULES, default_stages_per_rank
 from paceline.models import GPT
 from paceline.models.gpt import token_cross_entropy
 from paceline.testing.models import make_images, make_vectors

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from paceline.layout.schedules import SCHEDULES, default_stages_per_rank
+from paceline.layout.pipeline_schedules import SCHEDULES, default_stages_per_rank
 
 GLOBAL_BATCH = 13  # divides by nothing: shares, microbatches and pipelines are all uneven
 MOST_RANKS = 8

@@ -2,8 +2,8 @@
 
 Checked with torch 2.11 to 2.13; ``tests/test_torch_internals.py`` says what breaks when one of
 these changes. Three files keep private names of torch to themselves, because all of each is about
-them: ``parallel/tensor/shards.py`` (``_StridedShard``), ``parallel/pipeline/schedules.py`` (methods
-of ``PipelineStage``) and ``diagnose/hangs/flight.py`` (the flight recorder).
+them: ``parallel/tensor/shards.py`` (``_StridedShard``), ``parallel/pipeline/torch_schedules.py``
+(methods of ``PipelineStage``) and ``diagnose/hangs/flight_recorder.py``.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Shards(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         world = World.current()
         layout = Layout.parse(self.layout, world_size=world.size)
-        rank = world.rank if self.by == "rank" else layout.place(world.rank).dp
+        rank = world.rank if self.by == "rank" else layout.coordinate(world.rank).dp
         rank = 0 if self.by == "nothing" else rank
         count = self.each + (self.extra if rank == 0 else 0)
         return iter([torch.tensor([1000 * rank + index]) for index in range(count)])

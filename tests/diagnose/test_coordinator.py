@@ -16,8 +16,14 @@ from paceline.diagnose.hangs.coordinator import (
     is_suspicious,
 )
 from paceline.diagnose.hangs.diagnosis import HangDiagnosis
-from paceline.diagnose.hangs.heartbeat import SILENT, Call, GroupProgress, Heartbeat, RankReport
 from paceline.diagnose.hangs.mismatch import digest
+from paceline.diagnose.hangs.rank_heartbeat import (
+    SILENT,
+    Call,
+    GroupProgress,
+    Heartbeat,
+    RankReport,
+)
 
 AFTER = 10.0
 

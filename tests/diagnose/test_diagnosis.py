@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.diagnose.hangs.diagnosis import KINDS, HangDiagnosis, diagnose_hang
-from paceline.diagnose.hangs.heartbeat import (
+from paceline.diagnose.hangs.rank_heartbeat import (
     GONE,
     LEFT,
     SILENT,

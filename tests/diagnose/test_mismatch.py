@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.diagnose.hangs.heartbeat import Call
 from paceline.diagnose.hangs.mismatch import (
     CallComparison,
     Mismatch,
@@ -12,6 +11,7 @@ from paceline.diagnose.hangs.mismatch import (
     first_mismatch,
     must_match,
 )
+from paceline.diagnose.hangs.rank_heartbeat import Call
 
 
 def call(

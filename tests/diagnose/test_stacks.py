@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.diagnose.hangs.heartbeat import GONE, SILENT, STOPPED, Frame, Heartbeat
+from paceline.diagnose.hangs.rank_heartbeat import GONE, SILENT, STOPPED, Frame, Heartbeat
 from paceline.diagnose.hangs.stacks import main_stack, parse_dump, spot, without_launcher
 from paceline.diagnose.hangs.unresponsive import report_on
 

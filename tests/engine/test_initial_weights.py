@@ -69,7 +69,7 @@ def batch(seed: int = 7) -> tuple[Tensor, Tensor]:
 
 
 def share_of(whole: Any, layout: Any) -> Any:
-    place = layout.place(paceline.World.current().rank)
+    place = layout.coordinate(paceline.World.current().rank)
     start, stop = paceline.data.share(len(whole[0]), place.dp, layout.dp)
     return tuple(t[start:stop] for t in whole)
 

@@ -12,7 +12,17 @@ from paceline.engine.internals import internals_of
 
 SOURCE = Path(paceline.__file__).parent
 PUBLIC = {
-    *("options", "world", "layout", "place", "device", "model", "optimizer", "parameter_count"),
+    *(
+        "options",
+        "world",
+        "layout",
+        "place",
+        "coordinate",
+        "device",
+        "model",
+        "optimizer",
+        "parameter_count",
+    ),
     *("step", "steps_done", "spread", "settle", "in_round", "meet"),
     *("evaluating", "evaluate", "take_notes", "traffic", "measuring_memory", "memory"),
     *("state_dict", "load_state_dict"),

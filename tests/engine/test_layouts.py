@@ -31,7 +31,7 @@ def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def own_share(batch: Any, layout: Layout) -> Any:
-    start, stop = share(SAMPLES, layout.place(paceline.World.current().rank).dp, layout.dp)
+    start, stop = share(SAMPLES, layout.coordinate(paceline.World.current().rank).dp, layout.dp)
     return tuple(part[start:stop] for part in batch)
 
 
@@ -239,7 +239,7 @@ def test_an_fp16_overflow_on_one_rank_is_everyones(ranks: Any, layout: str) -> N
 def _exploding(output: torch.Tensor, target: torch.Tensor, engine: Any) -> Any:
     """In step 1 the first data-parallel rank's gradient overflows fp16, while its loss does not."""
     total, count = token_cross_entropy(output, target)
-    bad = engine.steps == 1 and engine.place.dp == 0
+    bad = engine.steps == 1 and engine.coordinate.dp == 0
     return (total + (1e4 * (total - total.detach()) if bad else 0)), count
 
 

@@ -21,9 +21,9 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from paceline.checkpoint.memory.background_thread import BackgroundThread
 from paceline.cli.train_nodes import SharedRunFolder
 from paceline.diagnose.hangs import unresponsive
-from paceline.diagnose.hangs.heartbeat import Heartbeat, RankReport
-from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore
 from paceline.diagnose.hangs.oversee import HangOverseer
+from paceline.diagnose.hangs.rank_heartbeat import Heartbeat, RankReport
+from paceline.diagnose.hangs.rank_heartbeat_store import HeartbeatStore
 from paceline.events import Event, Note
 from paceline.launch import background_errors
 from paceline.launch.background_errors import BackgroundErrors
@@ -32,11 +32,11 @@ from paceline.launch.listening import listen
 from paceline.launch.logs import LogName, node_folder
 from paceline.launch.messages import MOST_BYTES, BadMessage, decode, decode_number, encode
 from paceline.launch.outcome_store import OutcomeStore
-from paceline.launch.rendezvous import heartbeats
+from paceline.launch.rendezvous import node_heartbeats
 from paceline.launch.rendezvous.forwarding import EventForwarder, ForwardedEvent, LogPiece, LogTail
-from paceline.launch.rendezvous.heartbeats import HeartbeatMonitor
 from paceline.launch.rendezvous.keepalive import KeepAliveConnection, KeepAliveServer
 from paceline.launch.rendezvous.membership import NodeMember, RunInfo
+from paceline.launch.rendezvous.node_heartbeats import HeartbeatMonitor
 from paceline.launch.rendezvous.stores import StoreConnection, serve
 from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder
@@ -185,7 +185,7 @@ def test_a_neighbour_is_known_by_its_parent(tmp_path: Path) -> None:
 
 
 def watch_of(store: TCPStore, forwarder: EventForwarder, notices: list[str]) -> HeartbeatMonitor:
-    heartbeats.prepare_store(store, 2)
+    node_heartbeats.prepare_store(store, 2)
     return HeartbeatMonitor(
         lambda: StoreConnection("127.0.0.1", store.port, 1.0),
         StoreConnection("127.0.0.1", store.port, 1.0),
@@ -204,7 +204,7 @@ def beats_of(store: TCPStore) -> int:
 def test_the_watch_over_nodes_survives_any_message_and_any_callback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heartbeats, "beat_seconds", lambda _: 0.02)
+    monkeypatch.setattr(node_heartbeats, "beat_seconds", lambda _: 0.02)
     written: list[Event] = []
 
     def write(event: Event) -> None:

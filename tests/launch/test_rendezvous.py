@@ -27,10 +27,10 @@ from paceline.launch.rendezvous.announcing import WaitingNodes
 from paceline.launch.rendezvous.endpoints import RendezvousEndpoints
 from paceline.launch.rendezvous.forwarding import EventForwarder, LogTail
 from paceline.launch.rendezvous.handler import WaitingStopped
-from paceline.launch.rendezvous.heartbeats import HeartbeatTracker
 from paceline.launch.rendezvous.joining import NotTheSameRun, RendezvousSettings, RunHooks
 from paceline.launch.rendezvous.membership import NodeMember, RunInfo, agree, gone, joined
 from paceline.launch.rendezvous.multi_node import MultiNodeRendezvous
+from paceline.launch.rendezvous.node_heartbeats import HeartbeatTracker
 from paceline.launch.rendezvous.records import CurrentWorld
 from paceline.launch.rendezvous.stores import (
     StoreConnection,

@@ -76,3 +76,12 @@ def test_layouts_beyond_all_machines_are_refused(text: str) -> None:
 def test_degrees_are_plain_whole_numbers(text: str) -> None:
     with pytest.raises(LayoutError, match="must be dp=<whole number>"):
         Layout.parse(text)
+
+
+def test_old_names_work_for_one_version_and_say_the_new_ones() -> None:
+    layout = Layout.parse("dp=2,tp=2")
+    with pytest.warns(DeprecationWarning, match=r"Layout\.place is called coordinate now"):
+        assert layout.place(3) == layout.coordinate(3)
+    with pytest.warns(DeprecationWarning, match="Coordinate"):
+        from paceline.layout import Place
+    assert isinstance(layout.coordinate(0), Place)

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from paceline.cli import main
 from paceline.errors import LayoutError
-from paceline.layout.drawing import write_png
-from paceline.layout.schedules import (
+from paceline.layout.pipeline_drawing import write_png
+from paceline.layout.pipeline_schedules import (
     SCHEDULES,
     Costs,
     build_schedule,

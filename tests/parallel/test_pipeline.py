@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from paceline.engine.loss import LossModule
 from paceline.errors import LayoutError, RankFailed
-from paceline.layout.schedules import build_schedule
+from paceline.layout.pipeline_schedules import build_schedule
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.pipeline import Pipeline, Pipelining, cut
 from parallel import pipeline_cases

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.layout.schedules import SCHEDULES
+from paceline.layout.pipeline_schedules import SCHEDULES
 from paceline.testing import RankPool
 
 ROOT = Path(__file__).parents[2]

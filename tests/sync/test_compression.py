@@ -29,7 +29,7 @@ def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def own_share(batch: Any, layout: Layout) -> Any:
-    start, stop = share(SAMPLES, layout.place(paceline.World.current().rank).dp, layout.dp)
+    start, stop = share(SAMPLES, layout.coordinate(paceline.World.current().rank).dp, layout.dp)
     return tuple(part[start:stop] for part in batch)
 
 
@@ -140,7 +140,7 @@ def test_steps_of_different_size_leave_the_same_units(ranks: Any) -> None:
         draw = torch.Generator().manual_seed(1)
         for samples in (12, 3, 12):
             x, y = torch.randn(samples, 8, generator=draw), torch.randn(samples, 4, generator=draw)
-            start, stop = share(samples, engine.place.dp, 2)
+            start, stop = share(samples, engine.coordinate.dp, 2)
             engine.step((x[start:stop], y[start:stop]))
         return engine.whole_parameters()
 

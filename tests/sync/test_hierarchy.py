@@ -17,7 +17,7 @@ from paceline.network.topology import Topology
 from paceline.options import Compression
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.hierarchical import Hierarchical, Levels, find_nodes
-from paceline.sync.plain import PlainSync
+from paceline.sync.synchronous import PlainSync
 from paceline.sync.wire import Wire
 
 # Nodes of equal size, of unequal size, the smaller one first, ranks in turns, three nodes; a single
@@ -203,7 +203,7 @@ def train(nodes: Any, layout: str, state: Any, steps: int, options: Any) -> Any:
     if state is not None:
         engine.load_state_dict(state)
     for step in range(engine.steps_done, engine.steps_done + steps):
-        engine.step(batch_of(step, engine.place.dp, engine.layout.dp))
+        engine.step(batch_of(step, engine.coordinate.dp, engine.layout.dp))
     sync = internals_of(engine).sync
     assert isinstance(sync, PlainSync)
     used = (sync.reduction.hierarchical, sync.reduction.bucket_mib)

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline import events
 from paceline.launch.exit_codes import PEER_LEAVES, TOLD_TO_LEAVE
-from paceline.sync.late_numbers import LAG
+from paceline.sync.deferred_numbers import LAG
 
 STEPS = 24
 

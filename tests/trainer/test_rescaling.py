@@ -53,7 +53,9 @@ class Follow(paceline.Callback):
     def on_fit_start(self, trainer: Any) -> None:
         engine = trainer.engine
         step = engine.step
-        speaks = engine.place.tp == 0 and engine.place.pp == 0  # the others see the same samples
+        speaks = (
+            engine.coordinate.tp == 0 and engine.coordinate.pp == 0
+        )  # the others see the same samples
 
         def noting_step(batch: Any) -> Any:
             self.by_step[engine.steps_done + 1] = batch[0][:, 0].tolist() if speaks else []

@@ -17,7 +17,7 @@ from paceline.data import Loader, loader
 from paceline.engine import Engine, StepResult
 from paceline.engine.internals import internals_of
 from paceline.layout import Layout
-from paceline.sync.late_numbers import LAG
+from paceline.sync.deferred_numbers import LAG
 from paceline.sync.traffic import plain_bytes
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.run import engine_options, make_loss, make_model, make_optimizer

@@ -52,8 +52,8 @@ def schedule(
     from pathlib import Path
 
     from paceline.errors import LayoutError
-    from paceline.layout.drawing import write_png
-    from paceline.layout.schedules import Costs, build_schedule, default_stages_per_rank
+    from paceline.layout.pipeline_drawing import write_png
+    from paceline.layout.pipeline_schedules import Costs, build_schedule, default_stages_per_rank
 
     if ranks is None:
         ranks = 4 if stages is None else max(stages // default_stages_per_rank(name), 1)

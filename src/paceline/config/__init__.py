@@ -9,9 +9,9 @@ from paceline.config.checks import check
 from paceline.config.code import code_folders, code_notes, with_code
 from paceline.config.devices import count_gpus
 from paceline.config.loading import load, load_checked
+from paceline.config.lr_schedule import lr_factor, scaled_lr
 from paceline.config.resolving import dump, json_schema, learning_rate, resolve, summary
 from paceline.config.running import Checkpoint, Launch, Mlflow, Track
-from paceline.config.schedule import lr_factor, scaled_lr
 from paceline.config.schema import Config
 from paceline.config.targets import import_target
 from paceline.config.training import Batch, Data, Model, Optimizer, Schedule, Target, Train

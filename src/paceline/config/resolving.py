@@ -7,7 +7,7 @@ from typing import Any
 import paceline.config.yaml_file as yaml_file
 from paceline.config.devices import count_gpus
 from paceline.config.fields import node_range
-from paceline.config.schedule import scaled_lr
+from paceline.config.lr_schedule import scaled_lr
 from paceline.config.schema import Config
 from paceline.layout import Layout
 

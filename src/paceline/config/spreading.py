@@ -12,7 +12,7 @@ from pydantic import AfterValidator, model_validator
 
 from paceline.config.sections import Section, check_as_options, keys_of, limits
 from paceline.errors import TrainingError
-from paceline.layout.schedules import SCHEDULES
+from paceline.layout.pipeline_schedules import SCHEDULES
 from paceline.options import (
     Compression,
     Form,

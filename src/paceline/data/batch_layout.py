@@ -53,4 +53,4 @@ def _ranks(layout: Layout) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _shares(layout: Layout) -> tuple[int, ...]:
-    return tuple(layout.place(rank).dp for rank in range(layout.world_size))
+    return tuple(layout.coordinate(rank).dp for rank in range(layout.world_size))

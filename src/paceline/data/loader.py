@@ -103,7 +103,7 @@ class Loader:
         layout.check_world(world.size)
         if self._bound == (world, layout):
             return
-        self._bind(layout.place(world.rank).dp, layout.dp, world, layout)
+        self._bind(layout.coordinate(world.rank).dp, layout.dp, world, layout)
 
     def _bind(
         self, rank: int, size: int, world: World | None = None, layout: Layout | None = None

@@ -203,7 +203,7 @@ class _StreamProgress:
                 world.everyone, "sharing out rank streams", checks=True, number=mine
             )
         reports = [_StreamReport.unpacked(number) for number in numbers]
-        places = [layout.place(rank).dp for rank in range(layout.world_size)]
+        places = [layout.coordinate(rank).dp for rank in range(layout.world_size)]
         first = {place: rank for rank, place in reversed(list(enumerate(places)))}
         for rank, place in enumerate(places):
             one, other = reports[first[place]], reports[rank]
@@ -264,5 +264,5 @@ def _peers_differ(one: int, other: int, place: int, layout: Layout) -> str:
         f"sharded_by_rank=True with layout {str(layout)!r}: ranks {one} and {other} work on the "
         f"same samples (both are data-parallel rank {place} of {layout.dp}), but their streams "
         "differ. Let the dataset pick its shards by the data-parallel rank "
-        "(layout.place(rank).dp of layout.dp), not by the rank."
+        "(layout.coordinate(rank).dp of layout.dp), not by the rank."
     )

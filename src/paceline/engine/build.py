@@ -28,12 +28,12 @@ from paceline.layout import Layout
 from paceline.options import EngineOptions
 from paceline.options.rules import Combination, check_rules
 from paceline.parallel import sync_batchnorm
-from paceline.parallel.compose import needs_sample
+from paceline.parallel.apply_layout import needs_sample
 from paceline.parallel.meta import is_on_meta
 from paceline.sync.local_sgd import LocalSGD
-from paceline.sync.plain import PlainSync
 from paceline.sync.protocol import Sync
 from paceline.sync.replica import Replica
+from paceline.sync.synchronous import PlainSync
 from paceline.world import World
 
 # Ranks with different ones would not compute one step; most others would not even meet.

@@ -23,7 +23,8 @@ from paceline.engine.memory import Memory
 from paceline.engine.rank_state import RankStates
 from paceline.engine.result import StepResult
 from paceline.engine.step import run_step
-from paceline.layout import Layout
+from paceline.layout import Coordinate, Layout
+from paceline.layout.layout import warn_of_old_name
 from paceline.options import (
     Compression,
     EngineOptions,
@@ -151,7 +152,7 @@ class Engine(HasInternals):
         self.world = world if world is not None else World.current()
         self.layout = Layout.parse(self.options.layout, world_size=self.world.size)
         self.layout.check_world(self.world.size)
-        self.place = self.layout.place(self.world.rank)
+        self.coordinate = self.layout.coordinate(self.world.rank)
         self.device = self.world.device
         self.parameter_count = sum(p.numel() for p in model.parameters())
         parts = build(model, loss, optimizer, self.options, self.layout, self.world)
@@ -161,6 +162,12 @@ class Engine(HasInternals):
         self.optimizer = parts.context.optimizer
 
     # ------------------------------------------------------------------ training
+
+    @property
+    def place(self) -> Coordinate:
+        """The old name of ``coordinate``."""
+        warn_of_old_name("Engine.place", "coordinate")
+        return self.coordinate
 
     def step(self, batch: Any) -> StepResult:
         """One optimizer step over the global batch of which ``batch`` is this rank's share.

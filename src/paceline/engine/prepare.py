@@ -34,7 +34,7 @@ from paceline.nested import map_tensors
 from paceline.options import EngineOptions, Sharding
 from paceline.options.engine import InitialWeights
 from paceline.options.rules import Combination, check_rules
-from paceline.parallel.compose import shard_root, spread
+from paceline.parallel.apply_layout import shard_root, spread
 from paceline.parallel.meta import Init, is_on_meta
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.shard import Sharded

@@ -102,7 +102,7 @@ class RankStates:
     @property
     def _speaks_for_buffers(self) -> bool:
         """Buffers may differ between ranks that see different samples: the first one's count."""
-        replica, place = self._replica, self._replica.place
+        replica, place = self._replica, self._replica.coordinate
         is_first = place.dp == place.tp == place.cp == 0
         return is_first and (
             place.pp == 0 or (replica.is_spread and replica.spread.pipeline is not None)

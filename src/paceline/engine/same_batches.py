@@ -40,12 +40,12 @@ def check_same_batch(batch: Any, layout: Layout, world: World) -> None:
     prints = collectives.all_gather_object(_fingerprint(batch))
     first: dict[int, int] = {}
     for rank in range(world.size):
-        other = first.setdefault(layout.place(rank).dp, rank)
+        other = first.setdefault(layout.coordinate(rank).dp, rank)
         if prints[rank] != prints[other]:
             raise DataError(
                 f"layout {str(layout)!r}: ranks {other} and {rank} work on the same samples, but "
                 "got different batches. Draw them with paceline.loader(..., layout=engine.layout),"
-                " or with a sampler over the data-parallel ranks alone (engine.place.dp of "
+                " or with a sampler over the data-parallel ranks alone (engine.coordinate.dp of "
                 "engine.layout.dp)."
             )
 

@@ -22,12 +22,12 @@ from paceline.engine.precision import Precision
 from paceline.engine.randomness import share_random_stream
 from paceline.options import EngineOptions
 from paceline.parallel import sync_batchnorm
-from paceline.parallel.compose import needs_sample, spread
+from paceline.parallel.apply_layout import needs_sample, spread
 from paceline.parallel.loss_term import Term
 from paceline.parallel.meta import is_on_meta
 from paceline.parallel.offload import offload_state
-from paceline.sync.plain import PlainSync
 from paceline.sync.replica import Replica
+from paceline.sync.synchronous import PlainSync
 
 
 class Spreading:

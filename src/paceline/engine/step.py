@@ -1,7 +1,7 @@
 """One optimizer step, from a batch to updated parameters: any layout, any way of synchronising.
 
-Read on in ``microbatches.py`` (how gradients of microbatches add up), ``sync/plain.py`` (how ranks
-agree) and ``gradients.py`` (norm and clipping).
+Read on in ``microbatches.py`` (how gradients of microbatches add up), ``sync/synchronous.py`` (how
+ranks agree; DDP and FSDP themselves are in ``parallel/``) and ``gradients.py`` (norm, clipping).
 """
 
 from __future__ import annotations

@@ -1,5 +1,14 @@
 """How work and state are spread over a world: pure data, no torch."""
 
-from paceline.layout.layout import Layout, Place
+from typing import Any
 
-__all__ = ["Layout", "Place"]
+from paceline.layout.layout import Coordinate, Layout, warn_of_old_name
+
+__all__ = ["Coordinate", "Layout"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Place":
+        warn_of_old_name("paceline.layout.Place", "Coordinate")
+        return Coordinate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

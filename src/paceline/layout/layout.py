@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,7 +115,7 @@ class Layout:
         """Over how many data-parallel ranks ``zero`` cuts the state: 1 without it."""
         return self.dp // self.copies
 
-    def place(self, rank: int) -> Place:
+    def coordinate(self, rank: int) -> Coordinate:
         """Where ``rank`` stands on each axis.
 
         Tensor-parallel ranks are neighbours (they talk most), then context-parallel ones, then
@@ -123,7 +124,12 @@ class Layout:
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         pp, dp = divmod(rank, self.dp)
-        return Place(pp=pp, dp=dp, cp=cp, tp=tp)
+        return Coordinate(pp=pp, dp=dp, cp=cp, tp=tp)
+
+    def place(self, rank: int) -> Coordinate:
+        """The old name of :meth:`coordinate`."""
+        warn_of_old_name("Layout.place", "coordinate")
+        return self.coordinate(rank)
 
     def check_world(self, world_size: int) -> None:
         """Raise :class:`LayoutError` unless this layout needs exactly ``world_size`` ranks."""
@@ -147,8 +153,14 @@ def shown_number(value: int) -> str:
     return str(value) if abs(value) < 10**20 else "a number of more than 20 digits"
 
 
-class Place(NamedTuple):
-    """The coordinates of a rank; ranks that differ in ``pp`` or ``tp`` alone see the same data."""
+def warn_of_old_name(old: str, new: str) -> None:
+    """Warn whoever uses a name that goes in the next version."""
+    told = f"{old} is called {new} now; the old name goes in the next version."
+    warnings.warn(told, DeprecationWarning, stacklevel=3)
+
+
+class Coordinate(NamedTuple):
+    """Where a rank stands on each axis; ranks that differ in ``pp`` or ``tp`` see the same data."""
 
     pp: int
     dp: int

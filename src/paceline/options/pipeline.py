@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from paceline.errors import LayoutError, TrainingError
-from paceline.layout.schedules import (
+from paceline.layout.pipeline_schedules import (
     check_schedule,
     default_stages_per_rank,
     minimum_microbatches,

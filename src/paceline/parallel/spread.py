@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.layout import Layout, Place
+from paceline.layout import Coordinate, Layout
 from paceline.parallel.averaging import Averaging, average_gradients, exchange
 from paceline.parallel.dtensor import cuts
 from paceline.parallel.loss_term import Term
@@ -24,7 +24,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Spread:
-    """Made by :func:`paceline.parallel.compose.spread`.
+    """Made by :func:`paceline.parallel.apply_layout.spread`.
 
     ``module`` is what to call with a microbatch, unless ``pipeline`` runs all of them. ``held``
     are the parameters of this rank by their names in the whole model: more than one where a tied
@@ -54,7 +54,7 @@ class Spread:
         self.devices = devices
         self.tensor_plan = tensor_plan  # print it, or pipeline.plan, to see what was decided
         self._averaging, self._bucket_mib = averaging, bucket_mib
-        self.place = layout.place(world.rank)
+        self.coordinate = layout.coordinate(world.rank)
         self.data_group = data_group(world, layout)
         self.held = self._held()
         self._duplicates = set() if pipeline is None else {id(p) for p in pipeline.duplicates()}
@@ -75,7 +75,7 @@ class Spread:
         """Whether this rank speaks for those that share its samples: one of them must."""
         if self.pipeline is not None and not self.pipeline.holds_last:
             return False
-        return self.place.tp == 0
+        return self.coordinate.tp == 0
 
     def __call__(self, part: Any, items: int) -> Term:
         """The loss of one microbatch, in the layout's own context."""
@@ -149,9 +149,9 @@ class Spread:
         """Whether this rank adds its part of ``parameter`` to the norm, being the first with it."""
         if self.is_duplicate(parameter):
             return False
-        copy, shard = divmod(self.place.dp, self.layout.shards)
+        copy, shard = divmod(self.coordinate.dp, self.layout.shards)
         cut = cuts(parameter)
-        first_of_tp = "tp" in cut or self.place.tp == 0
+        first_of_tp = "tp" in cut or self.coordinate.tp == 0
         first_of_shards = "shards" in cut or shard == 0
         return copy == 0 and first_of_tp and first_of_shards
 
@@ -203,7 +203,7 @@ def stage_holders(world: World, layout: Layout) -> Group:
     """The ranks that hold parts of the same modules: all of them, but for other pipeline stages."""
     if layout.pp == 1:
         return world.everyone
-    return _axis_group(world, layout, lambda place: (place.pp,))
+    return _axis_group(world, layout, lambda own: (own.pp,))
 
 
 def data_ranks(world: World, layout: Layout) -> list[tuple[int, ...]]:
@@ -211,22 +211,24 @@ def data_ranks(world: World, layout: Layout) -> list[tuple[int, ...]]:
     return list(_members(world, layout, _same_piece).values())
 
 
-def _same_piece(place: Place) -> tuple[int, ...]:
-    return (place.pp, place.cp, place.tp)
+def _same_piece(own: Coordinate) -> tuple[int, ...]:
+    return (own.pp, own.cp, own.tp)
 
 
 def _members(
-    world: World, layout: Layout, key: Callable[[Place], tuple[int, ...]]
+    world: World, layout: Layout, key: Callable[[Coordinate], tuple[int, ...]]
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
     members: dict[tuple[int, ...], tuple[int, ...]] = {}
     for rank in range(world.size):
-        own = key(layout.place(rank))
+        own = key(layout.coordinate(rank))
         members[own] = (*members.get(own, ()), rank)
     return members
 
 
-def _axis_group(world: World, layout: Layout, key: Callable[[Place], tuple[int, ...]]) -> Group:
+def _axis_group(
+    world: World, layout: Layout, key: Callable[[Coordinate], tuple[int, ...]]
+) -> Group:
     # Every rank makes every group, in the same order: that is how torch forms groups.
     members = _members(world, layout, key)
     groups = {own: world.group(ranks) for own, ranks in members.items()}
-    return groups[key(layout.place(world.rank))]
+    return groups[key(layout.coordinate(world.rank))]

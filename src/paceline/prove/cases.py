@@ -155,7 +155,7 @@ class Case:
 
     def data_rank(self, rank: int) -> int:
         """Which share of the data ``rank`` of the world reads."""
-        return self.layout.place(rank).dp
+        return self.layout.coordinate(rank).dp
 
 
 def _knob(text: str, part: str, name: str, value: str) -> Any:

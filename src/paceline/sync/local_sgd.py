@@ -10,13 +10,13 @@ from torch import Tensor
 
 from paceline.options import LocalSteps
 from paceline.sync.averaging import GradientAveraging
-from paceline.sync.late_numbers import LateNumbers, LateQueue
+from paceline.sync.deferred_numbers import LateNumbers, LateQueue
 from paceline.sync.local_sgd_state import LocalSgdState, Scaler
 from paceline.sync.numbers import Numbers, Problem
 from paceline.sync.outer_loop import OuterLoop
-from paceline.sync.plain import PlainSync
 from paceline.sync.protocol import StepSync
 from paceline.sync.replica import Replica
+from paceline.sync.synchronous import PlainSync
 from paceline.sync.traffic import Traffic, plain_bytes
 
 

@@ -20,9 +20,9 @@ from paceline.checkpoint.rank_state import Part, Piece, RankState, whole_part
 from paceline.checkpoint.saveable import Load, Saved
 from paceline.sync.outer_loop import OuterLoop
 from paceline.sync.outer_step import OuterStep, difference
-from paceline.sync.plain_state import OPTIMIZER, OUTER, PlainState
 from paceline.sync.protocol import Merge
 from paceline.sync.replica import Replica
+from paceline.sync.synchronous_state import OPTIMIZER, OUTER, PlainState
 
 
 def replica_name(number: int) -> str:
@@ -71,7 +71,7 @@ class LocalSgdState:
     @property
     def optimizer_prefix(self) -> str:
         """Where this replica's optimizer state goes: that of the first is where any layout's is."""
-        number = 0 if self._begun is None else self._replica.place.dp
+        number = 0 if self._begun is None else self._replica.coordinate.dp
         return f"{replica_name(number)}/{OPTIMIZER}" if number else OPTIMIZER
 
     def collect(self, state: RankState, buffers: Mapping[str, Tensor]) -> None:
@@ -86,7 +86,7 @@ class LocalSgdState:
     def _collect(self, loop: OuterLoop, state: RankState, buffers: Mapping[str, Tensor]) -> None:
         tensors = state.tensors
         loop.finish_pending()
-        me = replica_name(self._replica.place.dp)
+        me = replica_name(self._replica.coordinate.dp)
         if not loop.is_shared:
             for name in loop.outer.shared:
                 tensors[f"{me}/model/{name}"] = whole_part(loop.held(name))
@@ -148,7 +148,7 @@ class LocalSgdState:
         """Under which name this replica finds an optimizer state in a checkpoint."""
         if OUTER not in saved.manifest.objects:
             return OPTIMIZER
-        number = self._replica.place.dp % saved.read_object(OUTER)["replicas"]
+        number = self._replica.coordinate.dp % saved.read_object(OUTER)["replicas"]
         return f"{replica_name(number)}/{OPTIMIZER}" if number else OPTIMIZER
 
     def about(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class LocalSgdState:
         take = _Taking(loop, saved, load)
         loop.outer_steps = about["meetings"]
         loop.outer.momentum = take.all_under(f"{OUTER}/momentum")
-        own = saved.read_object(replica_name(replica.place.dp % about["replicas"]))
+        own = saved.read_object(replica_name(replica.coordinate.dp % about["replicas"]))
         if self._scaler is not None and own["scaler"] is not None:
             self._scaler.load_state_dict(own["scaler"])
         if about["replicas"] == replica.layout.dp and about["fragments"] == loop.fragments:
@@ -196,7 +196,7 @@ class LocalSgdState:
         buffers: Mapping[str, Tensor],
     ) -> None:
         """Go on in the middle of a round."""
-        loop, me = take.loop, replica_name(self._replica.place.dp)
+        loop, me = take.loop, replica_name(self._replica.coordinate.dp)
         if not about["is shared"]:
             take.into({f"{me}/model/{n}": loop.held(n).detach() for n in loop.outer.shared})
         take.into({f"{me}/buffer/{name}": buffer for name, buffer in buffers.items()})

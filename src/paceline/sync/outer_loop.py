@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from paceline.options import LocalSteps
 from paceline.options.local_steps import fragments_of
+from paceline.sync.communication_thread import Courier
 from paceline.sync.compressed.exchange import Exchange
-from paceline.sync.courier import Courier
 from paceline.sync.outer_step import OuterOptimizer, OuterStep, difference
 from paceline.sync.replica import Replica
 from paceline.sync.wire import Wire

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.diagnose.pulse import Pulse
 from paceline.errors import TrainingError
-from paceline.layout import Layout, Place
+from paceline.layout import Coordinate, Layout
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.spread import Spread
 from paceline.world import World
@@ -37,9 +37,9 @@ class Replica:
         self._trainable = [p.requires_grad for p in self.parameters]
 
     @property
-    def place(self) -> Place:
+    def coordinate(self) -> Coordinate:
         """The coordinates of this rank in the layout."""
-        return self.layout.place(self.world.rank)
+        return self.layout.coordinate(self.world.rank)
 
     @property
     def device(self) -> torch.device:

@@ -30,7 +30,7 @@ from paceline.options import (
 from paceline.track import Tracker
 from paceline.trainer.callbacks import Callback
 from paceline.trainer.evaluate import Metric
-from paceline.trainer.stopping import STOP, StopRequests
+from paceline.trainer.stop_requests import STOP, StopRequests
 from paceline.world import World
 
 _ALONE: dict[str, Any] = {

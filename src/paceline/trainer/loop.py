@@ -20,7 +20,7 @@ from paceline.events import (
     RunStarted,
     StepDone,
 )
-from paceline.sync.late_numbers import LAG
+from paceline.sync.deferred_numbers import LAG
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import CallbackStates, sign_of, value_of
 from paceline.trainer.evaluate import evaluate
@@ -36,7 +36,7 @@ from paceline.trainer.saved_fields import (
     known_fields,
 )
 from paceline.trainer.step_timing import StepSplits
-from paceline.trainer.stopping import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
+from paceline.trainer.stop_requests import GO_ON, INTERRUPT, LEAVE, Interrupted, StopRequests
 from paceline.trainer.sync_notes import starting_notes
 from paceline.trainer.sync_reports import WireReports
 

@@ -11,10 +11,10 @@ from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.checkpoint.sharded.async_saver import SaveOutcome
 from paceline.errors import CheckpointError, NotSaved
 from paceline.events import CheckpointFailed, CheckpointSaved, Note
-from paceline.sync.late_numbers import LAG
+from paceline.sync.deferred_numbers import LAG
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.reporting import Reporter
-from paceline.trainer.stopping import LEAVE, StopRequests
+from paceline.trainer.stop_requests import LEAVE, StopRequests
 
 _FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 30.0, 600.0
 """After how long a save that failed is tried again, while the run goes on."""

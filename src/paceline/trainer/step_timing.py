@@ -16,7 +16,7 @@ from paceline.engine import Engine
 from paceline.engine.internals import internals_of
 from paceline.engine.step_timing import StepClock, make_clock
 from paceline.events import Event, StepSplit
-from paceline.sync.late_numbers import LAG
+from paceline.sync.deferred_numbers import LAG
 from paceline.world import collectives
 
 SPLIT_STEPS = 5
@@ -91,7 +91,7 @@ class StepSplits:
         }
         self._report(StepSplit(step=told.step, steps=self._steps, phases=phases))
         layout = self._engine.layout
-        stages = [layout.place(rank).pp for rank in range(self._world.size)]
+        stages = [layout.coordinate(rank).pp for rank in range(self._world.size)]
         found = find_straggler(phases, self._hosts, alike=stages, step=told.step)
         if (verdict := self._verdicts.add(found)) is not None:
             self._report(verdict)

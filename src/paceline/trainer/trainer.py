@@ -60,7 +60,7 @@ from paceline.trainer.fit_processes import fit_on_new_ranks
 from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
 from paceline.trainer.reporting import Reporter
-from paceline.trainer.stopping import StopRequests
+from paceline.trainer.stop_requests import StopRequests
 from paceline.trainer.weights import load_weights
 from paceline.world import World
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.diagnose.hangs.diagnosis import HangDiagnosis, diagnose_hang, diagnose_mismatch
-from paceline.diagnose.hangs.heartbeat import UNREACHABLE, Heartbeat, RankReport
-from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore
 from paceline.diagnose.hangs.mismatch import CallComparison, Mismatch
+from paceline.diagnose.hangs.rank_heartbeat import UNREACHABLE, Heartbeat, RankReport
+from paceline.diagnose.hangs.rank_heartbeat_store import HeartbeatStore
 
 # A slow machine may hold up a heartbeat for this long without anything being wrong.
 _SILENCE = 2.0

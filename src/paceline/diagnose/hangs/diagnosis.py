@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.diagnose.hangs import explain
-from paceline.diagnose.hangs.heartbeat import (
+from paceline.diagnose.hangs.mismatch import Mismatch, first_mismatch
+from paceline.diagnose.hangs.rank_heartbeat import (
     ANSWERS,
     GONE,
     LEFT,
@@ -20,7 +21,6 @@ from paceline.diagnose.hangs.heartbeat import (
     UNREACHABLE,
     RankReport,
 )
-from paceline.diagnose.hangs.mismatch import Mismatch, first_mismatch
 from paceline.diagnose.hangs.stacks import spot
 from paceline.diagnose.hangs.waits import Waits, find_waits
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.diagnose.hangs.heartbeat import (
+from paceline.diagnose.hangs.mismatch import Mismatch, words
+from paceline.diagnose.hangs.rank_heartbeat import (
     ANSWERS,
     GONE,
     LEFT,
@@ -14,7 +15,6 @@ from paceline.diagnose.hangs.heartbeat import (
     Call,
     RankReport,
 )
-from paceline.diagnose.hangs.mismatch import Mismatch, words
 from paceline.diagnose.hangs.stacks import spot
 from paceline.diagnose.hangs.waits import OpenCollective, Waits
 from paceline.formatting import ranks_text

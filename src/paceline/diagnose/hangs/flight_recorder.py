@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.diagnose.hangs.heartbeat import Call, GroupKey, GroupProgress
+from paceline.diagnose.hangs.rank_heartbeat import Call, GroupKey, GroupProgress
 from paceline.launch.environment import COLLECTIVES_REMEMBERED, FLIGHT_RECORDER
 
 # The recorder writes C++ names.

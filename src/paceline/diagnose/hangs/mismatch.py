@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from paceline.diagnose.hangs.heartbeat import Call, GroupKey
+from paceline.diagnose.hangs.rank_heartbeat import Call, GroupKey
 from paceline.launch.messages import BadMessage, decode
 
 # In these every rank brings as much as every other, of the same kind.

@@ -24,7 +24,7 @@ from paceline.untrusted import printable
 if TYPE_CHECKING:
     from paceline.diagnose.hangs.coordinator import HangEnded
     from paceline.diagnose.hangs.diagnosis import HangDiagnosis
-    from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore
+    from paceline.diagnose.hangs.rank_heartbeat_store import HeartbeatStore
 
 Action = Literal["restart", "stop", "wait"]
 _TICK_SECONDS = 0.3
@@ -127,7 +127,7 @@ class _Overseeing:
     def run(self) -> None:
         """Until the ranks have ended, or their store has."""
         from paceline.diagnose.hangs.coordinator import Coordinator
-        from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore, StoreGone
+        from paceline.diagnose.hangs.rank_heartbeat_store import HeartbeatStore, StoreGone
 
         world = self._world
         try:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from paceline.diagnose.hangs.heartbeat import Frame, PointToPoint
+from paceline.diagnose.hangs.rank_heartbeat import Frame, PointToPoint
 
 STACK_SIGNAL = signal.SIGUSR2
 STACK_FILE_NAME = "paceline-stacks"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from paceline.diagnose.hangs.heartbeat import (
+from paceline.diagnose.hangs.rank_heartbeat import (
     GONE,
     LEFT,
     SILENT,
@@ -21,7 +21,7 @@ from paceline.diagnose.hangs.heartbeat import (
     Heartbeat,
     RankReport,
 )
-from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore
+from paceline.diagnose.hangs.rank_heartbeat_store import HeartbeatStore
 from paceline.diagnose.hangs.stacks import STACK_FILE_NAME, STACK_SIGNAL, parse_dump
 
 _SECONDS_FOR_A_STACK = 0.5

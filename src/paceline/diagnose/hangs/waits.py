@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.diagnose.hangs.heartbeat import ANSWERS, Call, GroupKey, RankReport
+from paceline.diagnose.hangs.rank_heartbeat import ANSWERS, Call, GroupKey, RankReport
 from paceline.diagnose.hangs.stacks import spot
 
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from paceline.diagnose.hangs import explain, flight_recorder, mismatch, stacks, unresponsive
 from paceline.diagnose.hangs.coordinator import Coordinator, HangEnded
 from paceline.diagnose.hangs.diagnosis import HangDiagnosis
-from paceline.diagnose.hangs.heartbeat import Call, GroupKey, Heartbeat, RankReport
-from paceline.diagnose.hangs.heartbeat_store import HeartbeatStore, StoreGone
+from paceline.diagnose.hangs.rank_heartbeat import Call, GroupKey, Heartbeat, RankReport
+from paceline.diagnose.hangs.rank_heartbeat_store import HeartbeatStore, StoreGone
 from paceline.diagnose.pulse import OUTSIDE, PHASES, Pulse
 from paceline.events.wording import moving_again
 from paceline.launch import error_report

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from paceline.launch.background_errors import BackgroundErrors, to_stderr
 from paceline.launch.rendezvous.endpoints import RendezvousEndpoints
-from paceline.launch.rendezvous.heartbeats import beat_seconds
+from paceline.launch.rendezvous.node_heartbeats import beat_seconds
 from paceline.launch.rendezvous.records import CurrentWorld, RendezvousRecords
 
 # A thread that waits for an answer over a dead link is left to itself.

@@ -32,7 +32,7 @@ from paceline.config.endpoints import Endpoint
 from paceline.errors import ConfigError
 from paceline.events import Event
 from paceline.launch.logs import LogName
-from paceline.launch.rendezvous import heartbeats
+from paceline.launch.rendezvous import node_heartbeats
 from paceline.launch.rendezvous.endpoints import RendezvousEndpoints
 from paceline.launch.rendezvous.handler import WaitingStopped
 from paceline.launch.rendezvous.membership import Membership, NodeMember, RunInfo, different
@@ -116,7 +116,7 @@ class Joiner:
         self.id = uuid.uuid4().hex
         self.host = socket.gethostname()
         self.tunnel = None if settings.secret is None else Tunnel(settings.secret, hooks.notice)
-        patience = heartbeats.call_timeout(settings.node_timeout)
+        patience = node_heartbeats.call_timeout(settings.node_timeout)
         self.endpoints = RendezvousEndpoints(settings.endpoints, patience, self.tunnel)
         self.run: RunInfo | None = None
         self.round = -1
@@ -232,7 +232,7 @@ class Joiner:
                 raise RendezvousClosedError(records.closed())
             if now > self.deadline and len(current.hosts) < self.settings.max_nodes:
                 raise StoreUnreachable(f"the world on {', '.join(current.hosts)} made no room")
-            time.sleep(heartbeats.beat_seconds(self.settings.node_timeout) / 2)
+            time.sleep(node_heartbeats.beat_seconds(self.settings.node_timeout) / 2)
         self.deadline = time.monotonic() + self.settings.rejoin_timeout
 
     def _check_fits(self, current: CurrentWorld) -> None:

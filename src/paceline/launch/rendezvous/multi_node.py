@@ -3,7 +3,7 @@
 Torch's dynamic rendezvous on a c10d store decides who is part of a world. We add what it lacks:
 every generation is a rendezvous of its own (``records.py``), every call over the network ends in
 time (``stores.py``), the members exchange what they run and what they know (``membership.py``), the
-launcher of node 0 serves the store of the round, and all send heartbeats (``heartbeats.py``).
+launcher of node 0 serves the store of the round, and all send heartbeats (``node_heartbeats.py``).
 
 The timeouts follow from the config. A machine that stops or is cut off is lost after
 ``launch.node_timeout``. A world forms as soon as all expected machines are there, at the latest
@@ -35,11 +35,10 @@ from paceline.errors import ConfigError
 from paceline.events import Event, NodeJoined, NodeLeft, Restarting
 from paceline.launch.listening import listen
 from paceline.launch.messages import BadMessage, decode, encode
-from paceline.launch.rendezvous import heartbeats
+from paceline.launch.rendezvous import node_heartbeats
 from paceline.launch.rendezvous.announcing import WorldAnnouncer
 from paceline.launch.rendezvous.forwarding import EventForwarder
 from paceline.launch.rendezvous.handler import LauncherRendezvous
-from paceline.launch.rendezvous.heartbeats import HeartbeatMonitor
 from paceline.launch.rendezvous.joining import (
     Joiner,
     NotTheSameRun,
@@ -57,6 +56,7 @@ from paceline.launch.rendezvous.membership import (
     gone,
     joined,
 )
+from paceline.launch.rendezvous.node_heartbeats import HeartbeatMonitor
 from paceline.launch.rendezvous.records import CurrentWorld, RendezvousRecords
 from paceline.launch.rendezvous.stores import InterruptibleStore, ServedStore, StoreConnection
 from paceline.launch.tunnel import ExposedPort
@@ -89,10 +89,10 @@ class MultiNodeRendezvous(LauncherRendezvous):
 
     def __init__(self, settings: RendezvousSettings, hooks: RunHooks) -> None:
         self.settings, self._hooks = settings, hooks
-        self.patience = settings.node_timeout + heartbeats.beat_seconds(settings.node_timeout)
+        self.patience = settings.node_timeout + node_heartbeats.beat_seconds(settings.node_timeout)
         self.joiner = Joiner(settings, hooks)
         self.forwarder = EventForwarder(hooks.write, hooks.keep_log, hooks.notice)
-        self._call_timeout = heartbeats.call_timeout(settings.node_timeout)
+        self._call_timeout = node_heartbeats.call_timeout(settings.node_timeout)
         self._prepared: RendezvousInfo | None = None
         self._server: ServedStore | None = None
         self._server_before: ServedStore | None = None
@@ -175,7 +175,9 @@ class MultiNodeRendezvous(LauncherRendezvous):
         """The run is over everywhere."""
         self.joiner.closed = self.joiner.closed or reason
         if self._watch is not None:
-            self._watch.publish(heartbeats.OVER, encode({"closed": reason, "by": self.joiner.host}))
+            self._watch.publish(
+                node_heartbeats.OVER, encode({"closed": reason, "by": self.joiner.host})
+            )
         if self._announcer is not None:
             self._announcer.close(reason)
         elif (records := self.joiner.endpoints.look()) is not None:
@@ -190,7 +192,7 @@ class MultiNodeRendezvous(LauncherRendezvous):
         """End a rendezvous that waits, and let the others know that we will not be in the next."""
         self.joiner.stopping = True
         if self._watch is not None:
-            key = f"{heartbeats.LEFT}{self.joiner.node}"
+            key = f"{node_heartbeats.LEFT}{self.joiner.node}"
             publish = self._watch.publish
             # In a thread: this is called where signals are handled, and must return.
             threading.Thread(target=publish, args=(key, "preempted"), daemon=True).start()
@@ -222,7 +224,7 @@ class MultiNodeRendezvous(LauncherRendezvous):
     # ------------------------------------------------------------- joining
 
     def _rendezvous(self) -> RendezvousInfo:
-        expected = self._end_round(heartbeats.REFORMS)
+        expected = self._end_round(node_heartbeats.REFORMS)
         self.joiner.begin_to_wait()
         problem: BaseException | None = None
         while True:
@@ -249,7 +251,7 @@ class MultiNodeRendezvous(LauncherRendezvous):
         try:
             return self._form_together(records, generation, number, size)
         except BaseException as error:
-            self._end_round(heartbeats.REFORMS)
+            self._end_round(node_heartbeats.REFORMS)
             self._give_up_generation(records, generation, error)
             raise
 
@@ -309,7 +311,7 @@ class MultiNodeRendezvous(LauncherRendezvous):
         """Serve the store of the round, and accept keep-alive connections, for the others."""
         tunnel = self.joiner.tunnel
         self._server = ServedStore(address, 0, tunnel)
-        heartbeats.prepare_store(self._server.store, size)
+        node_heartbeats.prepare_store(self._server.store, size)
         if tunnel is None:
             self._keepalive_server = KeepAliveServer(listen(address, 0), size, self._hooks.notice)
             port = self._keepalive_server.port
@@ -385,7 +387,7 @@ class MultiNodeRendezvous(LauncherRendezvous):
             is_main=node == 0,
             has_room=len(world.members) < self.settings.max_nodes,
             timeout=self.settings.node_timeout,
-            report_waiting=lambda count: watch.publish(heartbeats.WAITING, str(count)),
+            report_waiting=lambda count: watch.publish(node_heartbeats.WAITING, str(count)),
             notice=self._hooks.notice,
         )
         self._agents_store = InterruptibleStore(
@@ -456,7 +458,7 @@ class MultiNodeRendezvous(LauncherRendezvous):
         watch = self._watch
         if watch is None:
             return
-        watch.publish(f"{heartbeats.LEFT}{self.joiner.node}", reason)
+        watch.publish(f"{node_heartbeats.LEFT}{self.joiner.node}", reason)
         deadline = time.monotonic() + _LINGER_SECONDS
         while time.monotonic() < deadline and not watch.others_are_gone():
             time.sleep(_POLL_SECONDS)

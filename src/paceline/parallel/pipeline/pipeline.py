@@ -13,13 +13,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 import paceline.parallel.pipeline.tied_weights as tied
-from paceline.layout.schedules import check_schedule
+from paceline.layout.pipeline_schedules import check_schedule
 from paceline.options import Pipelining
 from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline.activations import wire_spec
 from paceline.parallel.pipeline.cut_plan import CutPlan
 from paceline.parallel.pipeline.cutting import model_of
-from paceline.parallel.pipeline.schedules import LiveForwards, Stage, Wire, make_schedule
 from paceline.parallel.pipeline.shape_run import ShapeRun, signature
 from paceline.parallel.pipeline.stage import (
     Context,
@@ -28,6 +27,7 @@ from paceline.parallel.pipeline.stage import (
     StageModule,
     StageWork,
 )
+from paceline.parallel.pipeline.torch_schedules import LiveForwards, Stage, Wire, make_schedule
 from paceline.parallel.pipeline.units import Skeleton
 from paceline.world import objects
 

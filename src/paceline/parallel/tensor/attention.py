@@ -2,7 +2,7 @@
 
 It works for every model that calls ``F.scaled_dot_product_attention``, Hugging Face's among them;
 which of their projections are split is in ``huggingface.py``. Attention that is written out as
-products and a softmax runs by the rules of ``mixing.py``.
+products and a softmax runs by the rules of ``dispatch.py``.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from paceline.parallel.dtensor import cuts, local
 from paceline.prove.observed_run import tied
 from paceline.prove.samples import swapped, take
 from paceline.sync import replica as replica_module
-from paceline.sync.plain import PlainSync
 from paceline.sync.replica import Replica
+from paceline.sync.synchronous import PlainSync
 from paceline.world import World
 
 Patching = contextlib.AbstractContextManager[None]
@@ -75,7 +75,7 @@ def _held(replica: Replica) -> list[nn.Parameter]:
 def _by_reader(replica: Replica, values: Tensor) -> Tensor:
     """What each data-parallel rank has of ``values``, by its number; zeros add nothing."""
     table = values.new_zeros(replica.layout.dp, *values.shape)
-    table[replica.place.dp] = values
+    table[replica.coordinate.dp] = values
     dist.all_reduce(table)
     return table
 
@@ -123,7 +123,7 @@ def unscaled_loss() -> Patching:
         totals, counts, _ = _by_reader(replica, counted).unbind(1)
         counts = counts.clamp(min=1)
         for gradient in own:
-            gradient.mul_(sums.world[1] / (replica.layout.dp * counts[replica.place.dp]))
+            gradient.mul_(sums.world[1] / (replica.layout.dp * counts[replica.coordinate.dp]))
         sums.world[0] = (totals / counts).mean() * sums.world[1]
 
     return _before_average(by_own_count)
@@ -137,10 +137,10 @@ def local_clip() -> Patching:
         assert bound is not None
         square = torch.zeros((), dtype=torch.float64)
         for parameter, gradient in zip(_held(replica), own, strict=True):
-            counted = replica.place.tp == 0 or "tp" in dict(cuts(parameter))
+            counted = replica.coordinate.tp == 0 or "tp" in dict(cuts(parameter))
             if counted and not replica.spread.is_duplicate(parameter):
                 square += gradient.double().square().sum()
-        norm = _by_reader(replica, square)[replica.place.dp].sqrt()
+        norm = _by_reader(replica, square)[replica.coordinate.dp].sqrt()
         for gradient in own:
             gradient.mul_((bound / (norm + 1e-6)).clamp(max=1.0))
 
@@ -194,7 +194,7 @@ def double_sample() -> Patching:
     def make(original: Any) -> Any:
         def changed(engine: Engine, batch: Any) -> Any:
             samples = batch_size(batch)
-            if engine.place.dp == 0 and samples > 0:
+            if engine.coordinate.dp == 0 and samples > 0:
                 batch = take(batch, samples, [0, *range(samples)])
             return original(engine, batch)
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.sync.communication_thread import Courier
 from paceline.sync.compressed.exchange import Exchange
-from paceline.sync.courier import Courier
 
 
 class Hook:

@@ -67,7 +67,7 @@ class PlainState:
         """Add this rank's residuals, and what its formats go on from."""
         if self._averaging is None:
             return
-        memory, place = self._averaging.exchange.memory, self._replica.place
+        memory, place = self._averaging.exchange.memory, self._replica.coordinate
         for name, residual in memory.residuals.items():
             state.tensors[self._residual(place.dp, name)] = self._part(residual, name)
         for name, right in memory.right.items():
@@ -115,7 +115,7 @@ class PlainState:
             exchange.memory.right = self._load_whole(there, self._right(""), load)
         kept = self._load_whole(there, f"{PREFIX}{_KEPT}/", load)
         if about["dp"] == layout.dp:
-            own = self._replica.place.dp
+            own = self._replica.coordinate.dp
             exchange.memory.residuals = self._residuals_of(own, there, load)
             exchange.loaded_kept = kept
             return
@@ -237,7 +237,7 @@ class PlainState:
 
     def _right(self, name: str) -> str:
         """Factors of tensor-parallel parts are those of one part each."""
-        return f"{PREFIX}{_RIGHT}/{self._replica.place.tp}/{name}"
+        return f"{PREFIX}{_RIGHT}/{self._replica.coordinate.tp}/{name}"
 
     def _warn(self) -> None:
         warnings.warn(

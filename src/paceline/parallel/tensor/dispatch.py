@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-import paceline.parallel.tensor.packed as packed
+import paceline.parallel.tensor.packed_qkv as packed
 from paceline.errors import LayoutError
 from paceline.nested import map_tensors, tensors
 from paceline.parallel.tensor.attention import split_attention

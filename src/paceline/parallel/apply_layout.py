@@ -144,7 +144,7 @@ def _cut(
     return Pipeline(
         module,
         plan,
-        rank=layout.place(world.rank).pp,
+        rank=layout.coordinate(world.rank).pp,
         pp=layout.pp,
         group=stage_group(world, layout).process_group,
         device=world.device,

@@ -16,9 +16,9 @@ from paceline.options import Compression, Reduction
 from paceline.parallel.averaging import Averaging
 from paceline.sync.averaging import GradientAveraging
 from paceline.sync.numbers import Numbers, Problem
-from paceline.sync.plain_state import PlainState
 from paceline.sync.reduction import ReductionChoice
 from paceline.sync.replica import Replica
+from paceline.sync.synchronous_state import PlainState
 from paceline.sync.traffic import Traffic
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from paceline.diagnose.hangs.heartbeat import Heartbeat, RankReport
+from paceline.diagnose.hangs.rank_heartbeat import Heartbeat, RankReport
 from paceline.launch.messages import BadMessage, decode, encode
 
 T = TypeVar("T")

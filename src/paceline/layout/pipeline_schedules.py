@@ -1,6 +1,6 @@
 """Pipeline schedules as data: who does what and when, the bubble, what is held; no torch needed.
 
->>> from paceline.layout.schedules import build_schedule
+>>> from paceline.layout.pipeline_schedules import build_schedule
 >>> print(build_schedule("1f1b", pp=4, microbatches=8).table())
 """
 
@@ -13,11 +13,19 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple
 
-import paceline.layout.orders as orders
+import paceline.layout.pipeline_orders as orders
 from paceline.errors import LayoutError
-from paceline.layout.drawing import draw_svg, draw_text
 from paceline.layout.layout import shown_number
-from paceline.layout.orders import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Group, Timed
+from paceline.layout.pipeline_drawing import draw_svg, draw_text
+from paceline.layout.pipeline_orders import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Action,
+    Group,
+    Timed,
+)
 
 
 class _Kind(NamedTuple):

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import LayoutError, MissingExtra
-from paceline.layout.orders import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Timed
+from paceline.layout.pipeline_orders import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Action,
+    Timed,
+)
 
 _NAMES = {
     FORWARD: "forward",
@@ -24,7 +31,7 @@ _HUES = {FORWARD: 212, BACKWARD: 145, INPUT_GRAD: 172, WEIGHT_GRAD: 40}
 
 
 class _Schedule(Protocol):
-    """What is drawn: a :class:`paceline.layout.schedules.Schedule`."""
+    """What is drawn: a :class:`paceline.layout.pipeline_schedules.Schedule`."""
 
     @property
     def name(self) -> str: ...

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.launch.exit_codes import PEER_LEAVES, TOLD_TO_LEAVE
-from paceline.sync.late_numbers import LAG
+from paceline.sync.deferred_numbers import LAG
 from paceline.world import World
 
 GO_ON, STOP, LEAVE, INTERRUPT = 0, 1, 2, 3
