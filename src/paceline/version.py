@@ -1,3 +1,3 @@
 """Which Paceline this is."""
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
