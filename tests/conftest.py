@@ -11,7 +11,7 @@ import pytest
 import warm
 from paceline.testing import RankPool, leaks
 
-_WORKERS_PER_CORE = 1.5
+_WORKERS_PER_CORE = 2
 """Some tests wait, for processes and for time to pass: more of them than there are cores."""
 
 
@@ -22,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     they start inherit it: tests that send one would wait in vain.
     """
     config.addinivalue_line("markers", "cold: Python processes of this test start from scratch.")
+    config.addinivalue_line("markers", "waits: most of its time it waits. Such tests come first.")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -40,6 +41,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(8, int(_WORKERS_PER_CORE * (cores or 1)) or 1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that wait run one after the other in one worker, beside those that compute."""
+    items.sort(key=lambda item: item.get_closest_marker("waits") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)

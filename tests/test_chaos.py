@@ -15,6 +15,7 @@ from paceline.testing.hosts import hosts_available
 CHAOS = Path(__file__).parents[1] / "benchmarks" / "chaos.py"
 
 pytestmark = [
+    pytest.mark.waits,
     pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available())),
     pytest.mark.timeout(900),  # some forty starts of torch, on whatever else the machine does
 ]

@@ -30,6 +30,8 @@ from paceline.testing.hosts import Hosts, hosts_available
 from paceline.testing.processes import pids, was_started_with
 from paceline.world import World
 
+pytestmark = pytest.mark.waits
+
 PATIENCE = 240
 
 

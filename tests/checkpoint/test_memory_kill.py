@@ -23,6 +23,8 @@ from paceline.checkpoint.memory.segment_files import folder_of, free_run, names_
 from paceline.checkpoint.memory.snapshots import MemorySnapshots
 from paceline.errors import RankFailed
 
+pytestmark = pytest.mark.waits
+
 LARGE = 500_000
 
 

@@ -24,6 +24,8 @@ from paceline.events import HangFound, read
 from paceline.launch.job import LocalJob
 from paceline.launch.local import launch
 
+pytestmark = pytest.mark.waits
+
 STAGES = Path(__file__).with_name("stages.py")
 
 

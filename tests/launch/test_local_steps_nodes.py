@@ -13,7 +13,7 @@ from node_cases import Cluster, wait_for, worlds
 from paceline.checkpoint.memory.find import OWN_MEMORY
 from paceline.events import CheckpointSaved, Note, RestoreTried, RunFinished, StepDone
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
 
 STEPS = 60
 

@@ -11,7 +11,7 @@ from node_cases import Cluster, same_losses, wait_for, worlds
 
 from paceline.events import NodeJoined, NodeLeft, Restarting, RunFinished
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
 
 
 def test_two_launchers_are_one_run_and_start_again_together(tmp_path: Path, undisturbed) -> None:

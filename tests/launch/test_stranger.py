@@ -20,6 +20,7 @@ from paceline.launch.secret import make_secret
 from paceline.testing.hosts import Host, Hosts, hosts_available
 
 pytestmark = [
+    pytest.mark.waits,
     pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available())),
     pytest.mark.timeout(600),
 ]

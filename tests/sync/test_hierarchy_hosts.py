@@ -15,6 +15,7 @@ from paceline.events import Note, StepDone
 from paceline.testing.hosts import Hosts, hosts_available
 
 pytestmark = [
+    pytest.mark.waits,
     pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available())),
     pytest.mark.timeout(600),
 ]
