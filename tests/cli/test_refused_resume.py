@@ -107,7 +107,7 @@ def test_refused_by_checkpoint_check_model_and_signal(
     assert status == 1
     assert "the saved state is that of another model" in said
     assert "The new settings were not taken over: r/config.yaml is as it was." in said
-    assert "To go on after step 5: paceline train --resume r" in said
+    assert "To continue after step 5: paceline train --resume r" in said
     assert settings(run) == before
     # By the check of the config.
     assert train("--resume", "r", "--set", "train.steps=0")[0] == 2

@@ -159,7 +159,7 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(folder: Path) -> None:
     assert (saved.step, saved.reason) == (last, "stop")
     stopped, hint = out.splitlines()[-2:]
     assert stopped == f"stopped at step {last}; saved to {saved.path}"
-    assert hint == f"To go on after step {last}: paceline train --resume 'my run'"
+    assert hint == f"To continue after step {last}: paceline train --resume 'my run'"
 
     # Go on with what was printed, to an end that is near, and on one rank instead of two.
     resume = shlex.split(hint.partition("paceline train ")[2])
@@ -209,7 +209,7 @@ def test_a_failing_rank_is_shown_alone_and_restarted_if_wished(folder: Path) -> 
     assert "restart 1 of 1" in done.stdout
     lines = done.stderr.splitlines()
     assert lines[-2] == "Its whole log: r/logs/attempt1/rank1.log"
-    assert lines[-1] == "To go on after step 4: paceline train --resume r"
+    assert lines[-1] == "To continue after step 4: paceline train --resume r"
     assert steps_of(folder / "r") == [1, 2, 3, 4]
     record = list(events.read(folder / "r"))
     assert isinstance(record[-1], RunFailed)

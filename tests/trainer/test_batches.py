@@ -106,7 +106,16 @@ def test_contradictions() -> None:
         trainer(per_device_batch=2, microbatch=4).fit(dataset(), epochs=1)
     with pytest.raises(DataError, match=r"per_device_batch=2 does not agree with .*batch_size=8"):
         trainer(per_device_batch=2).fit(DataLoader(dataset(), batch_size=8), epochs=1)
-    with pytest.raises(DataError, match=r"global_batch=6 is no multiple of per_device_batch=4"):
+    with pytest.raises(DataError, match=r"global_batch=6 is not a multiple of per_device_batch=4"):
         trainer(global_batch=6, per_device_batch=4).fit(dataset(), epochs=1)
     with pytest.raises(DataError, match=r"pass global_batch= to the Trainer.*per_device_batch="):
         trainer().fit(dataset(), epochs=1)
+
+
+def test_contradictions_are_found_before_any_rank_is_started() -> None:
+    # From a rank they would come as RankFailed.
+    with pytest.raises(DataError, match=r"=7 × 2 data-parallel ranks = 14"):
+        trainer(global_batch=30, per_device_batch=7).fit(dataset(), epochs=1, nproc=2)
+    for data, val in [(dataset(), None), (DataLoader(dataset(), batch_size=8), dataset())]:
+        with pytest.raises(DataError, match=r"pass global_batch= to the Trainer"):
+            trainer().fit(data, val, epochs=1, nproc=2)

@@ -20,7 +20,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Lay a value over the config, like --set train.steps=100. May be repeated.",
+        help="Override a config value, like --set train.steps=100. May be repeated.",
         show_default=False,
     ),
 ]

@@ -90,7 +90,7 @@ def not_taken(run: RunFolder, settings: Path | None) -> str:
 def resume_hint(run: RunFolder) -> str:
     """The command that goes on with a run."""
     saved = Summary.read(run.path).checkpoint
-    begin = "To start it again" if saved is None else f"To go on after step {saved.step}"
+    begin = "To start it again" if saved is None else f"To continue after step {saved.step}"
     return f"{begin}: paceline train --resume {_quoted(run.path)}"
 
 

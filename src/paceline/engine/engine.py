@@ -12,6 +12,7 @@ from typing import Any, Never
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.deprecation import warn_of_old_name
 from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments, refuse_unknown
 from paceline.engine.build import build
 from paceline.engine.checks import check_model_and_options, rules_on_frozen
@@ -24,7 +25,6 @@ from paceline.engine.rank_state import RankStates
 from paceline.engine.result import StepResult
 from paceline.engine.step import run_step
 from paceline.layout import Coordinate, Layout
-from paceline.layout.layout import warn_of_old_name
 from paceline.options import (
     Compression,
     EngineOptions,
@@ -248,7 +248,7 @@ class Engine(HasInternals):
     def memory(self) -> list[Memory]:
         """What each rank holds, in bytes, by rank: parameters, gradients, optimizer state, ….
 
-        Activations and the peak are known of a step under :meth:`measuring_memory`. Every rank
+        Activations and the peak are known for a step under :meth:`measuring_memory`. Every rank
         must call it.
         """
         return collectives.all_gather_object(self._internals.meter.memory())

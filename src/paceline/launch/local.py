@@ -215,7 +215,7 @@ class _Launch:
     def _say_stopping(self, signum: signal.Signals) -> None:
         self._say(
             f"stopping ({signum.name}): the ranks have {self.job.grace:g} s to save and leave; "
-            "once more kills them at once."
+            "a second signal kills them at once."
         )
 
     def _say(self, message: str) -> None:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from paceline.layout.layout import Coordinate, Layout, warn_of_old_name
+from paceline.deprecation import warn_of_old_name
+from paceline.layout.layout import Coordinate, Layout
 
 __all__ = ["Coordinate", "Layout"]
 

@@ -79,7 +79,7 @@ class BatchSizes:
                 return self
             if exact and total % (ranks * accumulate):
                 raise DataError(
-                    f"global_batch={total} is no multiple of {ranks} data-parallel ranks × "
+                    f"global_batch={total} is not a multiple of {ranks} data-parallel ranks × "
                     f"accumulate={accumulate} = {ranks * accumulate}. Take a multiple, or state "
                     "per_device_batch instead of accumulate."
                 )
@@ -95,7 +95,7 @@ class BatchSizes:
             )
         elif exact and total % (device * ranks):
             raise DataError(
-                f"global_batch={total} is no multiple of per_device_batch={device} × {ranks} "
+                f"global_batch={total} is not a multiple of per_device_batch={device} × {ranks} "
                 f"data-parallel ranks = {device * ranks}, so the ranks cannot accumulate whole "
                 "passes to it. Leave one of them out, or make them agree."
             )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paceline.deprecation import warn_of_old_name
 from paceline.errors import LayoutError
 
 MOST_RANKS = 1_000_000
@@ -151,12 +151,6 @@ class Layout:
 def shown_number(value: int) -> str:
     """A number that may have more digits than anybody wants to read."""
     return str(value) if abs(value) < 10**20 else "a number of more than 20 digits"
-
-
-def warn_of_old_name(old: str, new: str) -> None:
-    """Warn whoever uses a name that goes in the next version."""
-    told = f"{old} is called {new} now; the old name goes in the next version."
-    warnings.warn(told, DeprecationWarning, stacklevel=3)
 
 
 class Coordinate(NamedTuple):

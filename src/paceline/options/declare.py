@@ -22,11 +22,11 @@ import math
 import textwrap
 import types
 import typing
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union
 
+from paceline.deprecation import warn_of_old_name
 from paceline.errors import TrainingError
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ def renamed(**names: str) -> Callable[[type[T]], type[T]]:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             for old, new in names.items():
                 if old in kwargs:
-                    _warn(owner, old, new)
+                    warn_of_old_name(f"{owner.__name__}: {old}", new)
                     kwargs[new] = kwargs.pop(old)
             made(self, *args, **kwargs)
 
@@ -158,13 +158,8 @@ def renamed(**names: str) -> Callable[[type[T]], type[T]]:
 
 
 def _read_old(owner: type, old: str, new: str, options: Any) -> Any:
-    _warn(owner, old, new)
+    warn_of_old_name(f"{owner.__name__}: {old}", new)
     return getattr(options, new)
-
-
-def _warn(owner: type, old: str, new: str) -> None:
-    told = f"{owner.__name__}: {old} is called {new} now; the old name goes in the next version."
-    warnings.warn(told, DeprecationWarning, stacklevel=3)
 
 
 def check(options: Any, whose: str = "") -> None:

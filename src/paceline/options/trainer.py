@@ -93,7 +93,7 @@ class TrainerOptions:
         ),
     ] = None
     callbacks: Annotated[
-        Sequence[Any], Option("Code that looks on while the run trains: paceline.Callback.", key="")
+        Sequence[Any], Option("Code called during the run: paceline.Callback.", key="")
     ] = ()
     trackers: Annotated[
         Sequence[Any],

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
-import warnings
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.deprecation import warn_of_old_name
 from paceline.prove.comparison import ValueKey
 
 if TYPE_CHECKING:
@@ -64,12 +64,8 @@ class LayoutResult:
 
     @property
     def verdict(self) -> str:
-        """The old name of ``outcome``; will go with the next version."""
-        warnings.warn(
-            "a row's verdict is now called outcome: use row.outcome",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        """The old name of ``outcome``."""
+        warn_of_old_name("the verdict of a row", "outcome")
         return self.outcome
 
 

@@ -1,4 +1,4 @@
-"""Code that looks on while a run trains, and may ask it to stop."""
+"""Code called during a run, which may ask it to stop."""
 
 from __future__ import annotations
 

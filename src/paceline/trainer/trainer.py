@@ -83,7 +83,7 @@ class Trainer(TrainerBase):
         metrics: Validation metrics by name, called as metric(output, target) on each batch and
             returning its mean over the samples or a pair (sum, count); or paceline.WholeSet for
             metrics that need everything at once.
-        callbacks: Code that looks on while the run trains: paceline.Callback.
+        callbacks: Code called during the run: paceline.Callback.
         trackers: Readers of the run's events, such as those in paceline.track.
         progress: Show a progress bar, or lines where the output is not a terminal.
         data: How batches are drawn.
@@ -229,7 +229,7 @@ class Trainer(TrainerBase):
         check_restarts(max_restarts)
         if nproc is not None and read_environment() is None:
             check_nproc(nproc)
-            self._check_layout(nproc)
+            self._check_layout(nproc, train, val, goes_on=resume)
             if nproc == 1:
                 return self._fit_here(train, val, epochs, steps, resume)
             if max_restarts is None:
@@ -253,13 +253,17 @@ class Trainer(TrainerBase):
             )
         return self._fit_here(train, val, epochs, steps, resume)
 
-    def _check_layout(self, nproc: int) -> None:
-        """What can be said of the layout before any rank is started."""
+    def _check_layout(self, nproc: int, train: Any, val: Any, *, goes_on: bool) -> None:
+        """What can be said of the layout and the batch on it before any rank is started."""
         options = self.engine_options
         layout = Layout.parse(options.layout, world_size=nproc)
         layout.check_world(nproc)
         check_rules(Combination(layout, options))
         check_rules_match(self.model, options.compress)
+        self._check_batch_is_stated(train, "train")
+        self._check_batch_is_stated(val, "val")
+        if not isinstance(train, Loader):
+            sizes_over(train, self.batch).on(layout.dp, exact=not goes_on)
 
     def _fit_here(
         self, train: Any, val: Any, epochs: int | None, steps: int | None, resume: bool
@@ -371,12 +375,7 @@ class Trainer(TrainerBase):
                 sharded_by_rank=options.sharded_by_rank and (training or streamed),
                 compare=options.compare,
             )
-        if not self.batch.says_global:
-            raise DataError(
-                f"fit({name}=…) got a {type(data).__name__}: pass global_batch= to the Trainer, "
-                "the samples per optimizer step over all ranks, or per_device_batch=, those that "
-                "one rank puts through the model at once."
-            )
+        self._check_batch_is_stated(data, name)
         streamed = not hasattr(data, "__getitem__")
         return loader(
             data,
@@ -390,6 +389,15 @@ class Trainer(TrainerBase):
             layout=self.engine.layout,
             sharded_by_rank=options.sharded_by_rank and (training or streamed),
             compare=options.compare,
+        )
+
+    def _check_batch_is_stated(self, data: Any, name: str) -> None:
+        if data is None or isinstance(data, Loader | DataLoader) or self.batch.says_global:
+            return
+        raise DataError(
+            f"fit({name}=…) got a {type(data).__name__}: pass global_batch= to the Trainer, "
+            "the samples per optimizer step over all ranks, or per_device_batch=, those that "
+            "one rank puts through the model at once."
         )
 
     def _expect_all_ranks(self, *loaders: Loader | None) -> None:
