@@ -69,5 +69,5 @@ def test_peers_read_the_same_samples() -> None:
 
 def test_the_old_name_of_an_outcome_still_works_and_says_the_new_one() -> None:
     row = LayoutResult("dp=2", "same")
-    with pytest.warns(DeprecationWarning, match=r"use row\.outcome"):
+    with pytest.warns(DeprecationWarning, match="is called outcome now"):
         assert row.verdict == row.outcome == "same"
