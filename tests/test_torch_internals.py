@@ -25,7 +25,7 @@ KNOW_TORCH = {
     "torch_internals.py",
     "parallel/tensor/shards.py",
     "parallel/pipeline/torch_schedules.py",
-    "diagnose/hangs/flight.py",
+    "diagnose/hangs/flight_recorder.py",
 }
 PRIVATE = re.compile(
     r"^\s*from torch[\w.]*\._\w+|^\s*from torch.* import .*\b_\w|\btorch\.[\w.]*\b_[a-zA-Z]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from paceline.errors import PacelineError
 
 _PATIENCE_S = 5.0  # network file systems show a new file a moment later
 _POLL_S = 0.1
+_MADE = ".paceline-doctor-made"
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,13 @@ class Wanted:
 class Tokens:
     """Small files, one by each machine, that tell whether a folder is one and the same.
 
-    Folders that do not exist are made, as the run would; :meth:`clean_up` removes both.
+    Folders that do not exist are made, as the run would, with a mark in them: whichever machine is
+    the last to leave removes them.
     """
 
     def __init__(self, wanted: Sequence[Wanted], token: str) -> None:
         self.wanted = wanted
         self.token = token
-        self._made: list[Path] = []
         self._written: list[tuple[Storage, str]] = []
 
     def write(self, machine: str) -> tuple[FolderFacts, ...]:
@@ -64,11 +66,18 @@ class Tokens:
         self._written.clear()
 
     def remove_folders(self) -> None:
-        """Remove folders that this machine made, where they are empty: after all have cleaned."""
-        for path in reversed(self._made):
-            with suppress(OSError):
-                path.rmdir()
-        self._made.clear()
+        """Remove folders that the doctor made on any machine, where no other one uses them."""
+        for one in self.wanted:
+            path = Path(one.where)
+            while not one.is_url:
+                try:
+                    if os.listdir(path) != [_MADE]:
+                        break
+                    (path / _MADE).unlink()
+                    path.rmdir()
+                except OSError:  # another machine was quicker
+                    break
+                path = path.parent
 
     def _write(self, one: Wanted, machine: str) -> FolderFacts:
         name, free, sync = self._name(machine), None, None
@@ -116,9 +125,19 @@ class Tokens:
             missing.append(path)
             path = path.parent
         for folder in reversed(missing):
-            with suppress(FileExistsError):  # another machine was quicker
-                folder.mkdir()
-                self._made.append(folder)
+            # It appears with its mark in it, so that no machine ever sees it without.
+            fresh = folder.with_name(f".paceline-doctor-{uuid.uuid4().hex}")
+            try:
+                fresh.mkdir()
+                (fresh / _MADE).touch()
+            except OSError as error:
+                error.filename = str(folder)
+                raise
+            try:
+                fresh.rename(folder)
+            except OSError:  # another machine was quicker
+                (fresh / _MADE).unlink()
+                fresh.rmdir()
 
     def _name(self, machine: str) -> str:
         safe = "".join(c if c.isalnum() or c in "-_" else "_" for c in machine)
