@@ -109,7 +109,7 @@ class Cluster:
                 self._left += [
                     f"{name} on {host.name}" for name in _output(host, memory).splitlines()
                 ]
-                self._left += [f"process {pid} on {host.name}" for pid in host.processes()]
+                self._left += [f"process {pid} on {host.name}" for pid in _staying(host)]
 
     def start(self, launcher: Launcher) -> None:
         """Start a launcher: the run's first one, or one that goes on with it."""
@@ -204,6 +204,14 @@ class Cluster:
             *(f"network {network}" for network in networks),
             *(mount for mount in mounts if str(self.base) in mount),
         ]
+
+
+def _staying(host: Host) -> list[int]:
+    """The processes on a host, but for those that are about to be gone: they were just ended."""
+    deadline = time.monotonic() + 10
+    while (found := host.processes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
 def _output(host: Host, command: list[str]) -> str:

@@ -142,6 +142,9 @@ def test_delays_losses_and_rates_slow_a_link_down_until_taken_back(served):
 
 def test_killing_a_host_ends_what_runs_on_it_and_nothing_else(served):
     sleeper = served[0].popen(["sleep", "600"])
+    deadline = time.monotonic() + 30
+    while not served[0].processes() and time.monotonic() < deadline:
+        time.sleep(0.01)  # it enters the host only after it was started
     assert served[0].processes() == [sleeper.pid]
     served[0].kill()
     assert sleeper.wait(timeout=30) == -signal.SIGKILL
