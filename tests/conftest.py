@@ -11,7 +11,7 @@ import pytest
 import warm
 from paceline.testing import RankPool, leaks
 
-_WORKERS_PER_CORE = 2
+_WORKERS_PER_CORE = 1.5
 """Some tests wait, for processes and for time to pass: more of them than there are cores."""
 
 
