@@ -3,7 +3,7 @@
 A small GPT's parameters and Adam's moments are saved by 2, 3 and 4 ranks, two steps each, by
 Paceline, by torch.distributed.checkpoint and by torch.save. Then the newer save is damaged, again
 and again: files flipped, cut, swapped, missing, … Paceline must find each damage, refuse to load
-the damaged checkpoint, and go on from the step before, equal to the bit. Of the other two we count
+the damaged checkpoint, and go on from the step before, bitwise-identical. Of the other two we count
 how many of the same damages load without an error, and give wrong values.
 
     python benchmarks/checkpoint_damage.py [--damages 1000] [--seed 0] [--only Paceline]

@@ -1,11 +1,11 @@
 """SIGKILL while saving: is there always a state to go on from, and a next run that starts?
 
 One folder lives through all trials. In each, a run of one or two ranks takes it over, goes on from
-the newest state, checks that state to the bit, saves once in peace, and is killed during its next
-save (every rank, or one of two): after a random time, or at a random line of the checkpoint code.
-After each kill the newest state must load, be exactly that of its step, and be no older than what
-the run was told is saved; the run of the next trial must start and save, and find a folder without
-leftovers.
+the newest state, checks that it is bitwise-identical, saves once in peace, and is killed during its
+next save (every rank, or one of two): after a random time, or at a random line of the checkpoint
+code. After each kill the newest state must load, be exactly that of its step, and be no older than
+what the run was told is saved; the run of the next trial must start and save, and find a folder
+without leftovers.
 
     python benchmarks/checkpoint_kill.py [--trials 200] [--seed 0]
 """

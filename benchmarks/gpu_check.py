@@ -230,7 +230,7 @@ def random_state_round_trip() -> str:
         first = torch.randn(5, device="cuda")
         set_rng_state(state)
         assert torch.equal(first, torch.randn(5, device="cuda"))
-    return "the CUDA stream comes back to the bit"
+    return "the CUDA stream comes back bitwise-identical"
 
 
 CHECKS: dict[str, Callable[[], str]] = {

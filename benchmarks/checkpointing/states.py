@@ -101,7 +101,7 @@ def whole_parts(tensors: dict[str, Tensor]) -> dict[str, Part]:
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The names of tensors that are not the same to the bit."""
+    """The names of tensors that are not bitwise-identical."""
     return [
         name
         for name, tensor in expected.items()

@@ -25,7 +25,10 @@ SAME = [
 ]
 WRONG = [
     ({"global_batch": 60, "per_device_batch": 8}, "not a multiple of per_device_batch=8 × 2"),
-    ({"global_batch": 60, "accumulate": 8}, "not a multiple of 2 data-parallel ranks × accumulate=8"),
+    (
+        {"global_batch": 60, "accumulate": 8},
+        "not a multiple of 2 data-parallel ranks × accumulate=8",
+    ),
     (
         {"global_batch": 32, "per_device_batch": 8, "accumulate": 4},
         "global_batch=32 does not agree with per_device_batch=8 × 2 data-parallel ranks × "

@@ -17,7 +17,7 @@ from paceline.network.topology import Topology
 from paceline.options import Compression
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.hierarchical import Hierarchical, Levels, find_nodes
-from paceline.sync.synchronous import PlainSync
+from paceline.sync.synchronous import SynchronousSGD
 from paceline.sync.wire import Wire
 
 # Nodes of equal size, of unequal size, the smaller one first, ranks in turns, three nodes; a single
@@ -205,7 +205,7 @@ def train(nodes: Any, layout: str, state: Any, steps: int, options: Any) -> Any:
     for step in range(engine.steps_done, engine.steps_done + steps):
         engine.step(batch_of(step, engine.coordinate.dp, engine.layout.dp))
     sync = internals_of(engine).sync
-    assert isinstance(sync, PlainSync)
+    assert isinstance(sync, SynchronousSGD)
     used = (sync.reduction.hierarchical, sync.reduction.bucket_mib)
     told = engine.take_notes()
     state = engine.state_dict()

@@ -33,7 +33,7 @@ from paceline.parallel.meta import is_on_meta
 from paceline.sync.local_sgd import LocalSGD
 from paceline.sync.protocol import Sync
 from paceline.sync.replica import Replica
-from paceline.sync.synchronous import PlainSync
+from paceline.sync.synchronous import SynchronousSGD
 from paceline.world import World
 
 # Ranks with different ones would not compute one step; most others would not even meet.
@@ -81,7 +81,7 @@ def build(
     microbatches = Microbatches(
         replica, module, precision, most=options.microbatch, pipelining=options.pipeline
     )
-    plain = PlainSync(replica, options.compress, options.reduction)
+    plain = SynchronousSGD(replica, options.compress, options.reduction)
     spreading = Spreading(
         replica,
         options,
@@ -129,7 +129,7 @@ def _made(optimizer: Optimizer | OptimizerFactory, model: nn.Module) -> Optimize
 
 
 def _synchronising(
-    plain: PlainSync, replica: Replica, precision: Precision, options: EngineOptions
+    plain: SynchronousSGD, replica: Replica, precision: Precision, options: EngineOptions
 ) -> Sync:
     """Plain, unless replicas are to train alone. Then a collective."""
     if options.local_steps is None:

@@ -27,7 +27,7 @@ from paceline.parallel.loss_term import Term
 from paceline.parallel.meta import is_on_meta
 from paceline.parallel.offload import offload_state
 from paceline.sync.replica import Replica
-from paceline.sync.synchronous import PlainSync
+from paceline.sync.synchronous import SynchronousSGD
 
 
 class Spreading:
@@ -42,7 +42,7 @@ class Spreading:
         optimizer: Optimizer,
         groups: Groups,
         microbatches: Microbatches,
-        sync: PlainSync,
+        sync: SynchronousSGD,
     ) -> None:
         self._replica, self._options = replica, options
         self._loss, self._precision = loss, precision

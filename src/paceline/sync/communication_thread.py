@@ -18,7 +18,7 @@ class _Errand(NamedTuple):
     stream: torch.cuda.Stream | None
 
 
-class Courier:
+class CommunicationThread:
     """Does one errand after the other, in the order they were given, in a thread of its own.
 
     Every rank gives the same errands in the same order, so that the collectives in them match.

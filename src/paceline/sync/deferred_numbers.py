@@ -18,7 +18,7 @@ LAG = 8
 _FINE, _OVERFLOW, _LOSS, _GRADIENTS = 0, 1, 2, 3
 
 
-class LateNumbers(Numbers):
+class DeferredNumbers(Numbers):
     """The numbers of all replicas' steps together; reading waits until all are through with it.
 
     The loss is the mean over all of their items, the norm the mean of their norms.
@@ -111,7 +111,7 @@ def _is_finite(total: float, norm: list[float]) -> bool:
     return math.isfinite(total) and all(map(math.isfinite, norm))
 
 
-class LateQueue:
+class DeferredQueue:
     """The numbers on their way, oldest first; all replicas look at them at the same steps.
 
     Where NaN and Inf are to ``stop`` a run, all replicas raise at the same step, at most
@@ -120,9 +120,9 @@ class LateQueue:
 
     def __init__(self, device: torch.device, *, stop: bool) -> None:
         self._device, self._stop = device, stop
-        self._under_way: deque[LateNumbers] = deque()
+        self._under_way: deque[DeferredNumbers] = deque()
 
-    def add(self, late: LateNumbers) -> None:
+    def add(self, late: DeferredNumbers) -> None:
         """Tell the others of a step that is done, and look at what they told :data:`LAG` ago."""
         # Reading a GPU's numbers waits for it: it tells of a step while it works on the next.
         ready = [*self._under_way, late] if self._device.type == "cpu" else self._under_way
@@ -150,13 +150,13 @@ class LateQueue:
             else:
                 time.sleep(0.005)
 
-    def _look(self, late: LateNumbers) -> None:
+    def _look(self, late: DeferredNumbers) -> None:
         late.wait()
         problem = late.problem
         if self._stop and problem is not None and not problem.overflow:
             raise self._error(late, problem)
 
-    def _error(self, late: LateNumbers, problem: Problem) -> NonFiniteError:
+    def _error(self, late: DeferredNumbers, problem: Problem) -> NonFiniteError:
         """Every replica raises the same, so they can tell each other what it was."""
         own = None if late.own_problem is None else late.own_problem.detail
         told = [detail for detail in collectives.all_gather_object(own) if detail]

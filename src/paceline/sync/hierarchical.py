@@ -63,7 +63,7 @@ class Levels:
 class Hierarchical(Wire):
     """Sums in two levels; everything else goes as on any wire.
 
-    All ranks get the same result to the bit, and the same one every time: whoever adds up a chunk
+    All ranks get bitwise-identical results, and the same one every time: whoever adds up a chunk
     does so in the order of the ranks. ``crossed`` counts the bytes of sums that this rank sent to
     other nodes.
     """

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from paceline.options import LocalSteps
 from paceline.sync.averaging import GradientAveraging
-from paceline.sync.deferred_numbers import LateNumbers, LateQueue
+from paceline.sync.deferred_numbers import DeferredNumbers, DeferredQueue
 from paceline.sync.local_sgd_state import LocalSgdState, Scaler
 from paceline.sync.numbers import Numbers, Problem
 from paceline.sync.outer_loop import OuterLoop
 from paceline.sync.protocol import StepSync
 from paceline.sync.replica import Replica
-from paceline.sync.synchronous import PlainSync
+from paceline.sync.synchronous import SynchronousSGD
 from paceline.sync.traffic import Traffic, plain_bytes
 
 
@@ -35,7 +35,7 @@ class LocalSGD:
         self,
         options: LocalSteps,
         replica: Replica,
-        plain: PlainSync,
+        plain: SynchronousSGD,
         *,
         nonfinite: str,
         scaler: Scaler | None,
@@ -49,7 +49,7 @@ class LocalSGD:
         """Steps that this replica has done by itself."""
         has_others = self.loop.wire.size > 1
         self._numbers = self._world.background_group("numbers") if has_others else None
-        self._late = LateQueue(replica.device, stop=nonfinite == "stop")
+        self._late = DeferredQueue(replica.device, stop=nonfinite == "stop")
         # Replicas leave at different times: what they are sending each other must arrive.
         self._world.before_close(self._late.finish)
         self._world.before_close(self.loop.courier.close)  # not the loop: it holds the model
@@ -116,7 +116,9 @@ class LocalSGD:
             self.loop.count(counted)
         self.local_steps += 1
         step = self._replica.steps_done
-        late = LateNumbers(step, numbers, problem, self._world, self._numbers, looks=self._checks)
+        late = DeferredNumbers(
+            step, numbers, problem, self._world, self._numbers, looks=self._checks
+        )
         self._late.add(late)
         self.loop.apply_due()
         fragment = self.options.meeting(step)

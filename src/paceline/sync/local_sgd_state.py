@@ -22,7 +22,7 @@ from paceline.sync.outer_loop import OuterLoop
 from paceline.sync.outer_step import OuterStep, difference
 from paceline.sync.protocol import Merge
 from paceline.sync.replica import Replica
-from paceline.sync.synchronous_state import OPTIMIZER, OUTER, PlainState
+from paceline.sync.synchronous_state import OPTIMIZER, OUTER, SynchronousState
 
 
 def replica_name(number: int) -> str:
@@ -44,7 +44,7 @@ class LocalSgdState:
     """See :class:`~paceline.sync.protocol.SyncState`; ``plain`` is that of synchronous steps."""
 
     def __init__(
-        self, loop: OuterLoop, replica: Replica, plain: PlainState, scaler: Scaler | None
+        self, loop: OuterLoop, replica: Replica, plain: SynchronousState, scaler: Scaler | None
     ) -> None:
         self._loop, self._replica, self._plain, self._scaler = loop, replica, plain, scaler
         self.notes: list[str] = []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.options import LocalSteps
 from paceline.options.local_steps import fragments_of
-from paceline.sync.communication_thread import Courier
+from paceline.sync.communication_thread import CommunicationThread
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.outer_step import OuterOptimizer, OuterStep, difference
 from paceline.sync.replica import Replica
@@ -50,7 +50,7 @@ class OuterLoop:
         """One for each fragment."""
         self._replica, self._world, self._checks = replica, replica.world, checks
         self.wire = _make_wire(replica.world)
-        self.courier = Courier()
+        self.courier = CommunicationThread()
         on_gpu = replica.device.type == "cuda"
         self._stream = torch.cuda.Stream(replica.device) if on_gpu else None
 

@@ -18,11 +18,11 @@ from paceline.sync.averaging import GradientAveraging
 from paceline.sync.numbers import Numbers, Problem
 from paceline.sync.reduction import ReductionChoice
 from paceline.sync.replica import Replica
-from paceline.sync.synchronous_state import PlainState
+from paceline.sync.synchronous_state import SynchronousState
 from paceline.sync.traffic import Traffic
 
 
-class PlainSync:
+class SynchronousSGD:
     """See :class:`~paceline.sync.protocol.Sync` and its ``StepSync``: this is both."""
 
     alone = False
@@ -34,7 +34,7 @@ class PlainSync:
         self._replica, self._world = replica, replica.world
         self._compression = compression
         self.reduction = ReductionChoice(reduction, replica)
-        self.state = PlainState(replica, self.reduction)
+        self.state = SynchronousState(replica, self.reduction)
         self.ranks, self.replicas = replica.world.size, replica.layout.dp
 
     @property
@@ -63,7 +63,7 @@ class PlainSync:
 
     # ------------------------------------------------------------------ a step
 
-    def begin_step(self) -> PlainSync:
+    def begin_step(self) -> SynchronousSGD:
         """Choose how to sum, before the first; share buffers."""
         self.reduction.begin_step()
         if self.averaging is not None:

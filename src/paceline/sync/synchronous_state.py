@@ -1,6 +1,6 @@
 """Checkpoints of runs that average gradients: residuals of compression, and how sums go.
 
-Each data-parallel rank has residuals of its own: a world with as many of them goes on to the bit.
+Each data-parallel rank has residuals of its own: a world with as many goes on bitwise-identically.
 Any other gives every rank the mean of what all had left. What will be applied is the mean over the
 ranks, so nothing of it is lost, and nothing counts twice.
 """
@@ -32,7 +32,7 @@ PREFIX = "compress/"
 _KEPT, _RIGHT = "kept", "right"
 
 
-class PlainState:
+class SynchronousState:
     """See :class:`~paceline.sync.protocol.SyncState`."""
 
     keeps_optimizer = False

@@ -355,7 +355,7 @@ class Loop:
             setattr(self, name, value)
 
     def went_on(self, restored: Restored) -> None:
-        """A checkpoint was restored: to the bit at the same layout, to rounding at another."""
+        """A checkpoint was restored: bitwise at the same layout, to rounding at another."""
         self.saves.went_on_from(self.engine.steps_done, restored.path)
         self.trainer.epoch = self.train.epoch
         if not restored.has_random:

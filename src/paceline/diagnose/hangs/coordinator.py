@@ -176,16 +176,7 @@ class Coordinator:
             complete[rank] = RankReport(rank=rank, state=UNREACHABLE, seconds=self._limit)
         for rank, standing in self._standings.items():
             beat = standing.beat
-            report = reports.get(rank) or RankReport(
-                rank=rank,
-                state=UNREACHABLE,
-                host=beat.host,
-                pid=beat.pid,
-                step=beat.step,
-                phase=beat.phase,
-                paced=beat.paced,
-                groups=beat.groups,
-            )
+            report = reports.get(rank) or beat.report(state=UNREACHABLE)
             seconds = max(report.seconds, standing.seconds)
             complete[rank] = dataclasses.replace(report, seconds=seconds)
         return complete

@@ -23,7 +23,7 @@ def sum_gradients(
     """Give every copy of a parameter the sum of the gradients of all copies.
 
     ``holders`` are the stages that have one, ``rank_of`` the rank of each stage in ``group``. Every
-    holder adds in the order of the stages, so that all get the same sum to the bit. To be called by
+    holder adds in the order of the stages, so that all sums are bitwise-identical. To be called by
     all ranks that hold a copy.
     """
     own = dist.get_rank(group)

@@ -22,7 +22,7 @@ from paceline.prove.observed_run import tied
 from paceline.prove.samples import swapped, take
 from paceline.sync import replica as replica_module
 from paceline.sync.replica import Replica
-from paceline.sync.synchronous import PlainSync
+from paceline.sync.synchronous import SynchronousSGD
 from paceline.world import World
 
 Patching = contextlib.AbstractContextManager[None]
@@ -49,7 +49,7 @@ def missing_all_reduce() -> Iterator[None]:
 
     # DDP averages in the last backward; where it has no part, it is done after it.
     with (
-        wrapped(PlainSync, "microbatch", make),
+        wrapped(SynchronousSGD, "microbatch", make),
         swapped(spread_module, "average_gradients", lambda *_: None),
     ):
         yield

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.sync.communication_thread import Courier
+from paceline.sync.communication_thread import CommunicationThread
 from paceline.sync.compressed.exchange import Exchange
 
 
@@ -21,7 +21,7 @@ class Hook:
     def __init__(self, exchange: Exchange, device: torch.device, *, waits: bool) -> None:
         self.exchange = exchange
         self._device = device
-        self.courier = Courier() if waits else None
+        self.courier = CommunicationThread() if waits else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
