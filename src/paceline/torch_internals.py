@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -97,6 +98,19 @@ def after_backward(callback: Callable[[], None]) -> None:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """The same for all tensors on one storage, unlike those of any other that is alive."""
     return int(storage._cdata)
+
+
+# ---- meshes ----
+
+
+def unflattened_mesh(
+    mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:
+    """The ranks of a one-dimensional ``mesh`` as a grid, row by row; FSDP2 can cut further.
+
+    A collective of the whole world: torch makes the groups of all ranks at once.
+    """
+    return mesh._unflatten(0, sizes, names)
 
 
 # ---- FSDP ----

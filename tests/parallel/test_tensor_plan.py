@@ -127,10 +127,24 @@ def test_heads_and_features_that_do_not_divide_are_refused_with_the_numbers():
         make_plan(mlp, 4, user={"0": "column"})
 
 
-def test_key_heads_fewer_than_ranks_are_refused_for_the_models_own_plan_too():
-    model, batches, loss = cases.case("llama")
-    with pytest.raises(LayoutError, match=r"k_proj: 16 output features that form 4 heads"):
-        make_plan(model, 8, sample=lambda m: loss(m, batches()))
+def test_key_heads_fewer_than_ranks_are_shared_where_they_divide():
+    model, batches, loss = cases.case("llama")  # 8 heads of queries, 4 of keys
+    roles = make_plan(model, 8, sample=lambda m: loss(m, batches())).roles
+    assert roles["model.layers.0.self_attn.q_proj"] == "column"
+    assert roles["model.layers.1.self_attn.k_proj"] == "heads:4"
+    with pytest.raises(LayoutError) as refusal:
+        make_plan(model, 3, sample=lambda m: loss(m, batches()))
+    assert "k_proj: 16 output features that form 4 heads" in str(refusal.value)
+    assert "tp=2, 4, 8 would do" in str(refusal.value)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_key_heads_of_written_out_attention_are_found_too(kv_heads):
+    model = cases.EinsumAttention(kv_heads=kv_heads).double()
+    plan = make_plan(model, 4, sample=lambda m: m(torch.zeros(1, 3, 32).double()))
+    assert plan.roles["query"] == "column"
+    expected = {1: "replicate", 2: "heads:2", 4: "column"}[kv_heads]
+    assert plan.roles["key"] == plan.roles["value"] == expected
 
 
 def test_a_model_on_the_meta_device_gets_the_same_plan():

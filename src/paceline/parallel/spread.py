@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.layout import Coordinate, Layout
 from paceline.parallel.averaging import Averaging, average_gradients, exchange
-from paceline.parallel.dtensor import cuts
+from paceline.parallel.dtensor import cuts, is_first_copy
 from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.replicate import replicate
@@ -151,7 +151,7 @@ class Spread:
             return False
         copy, shard = divmod(self.coordinate.dp, self.layout.shards)
         cut = cuts(parameter)
-        first_of_tp = "tp" in cut or self.coordinate.tp == 0
+        first_of_tp = is_first_copy(parameter) if "tp" in cut else self.coordinate.tp == 0
         first_of_shards = "shards" in cut or shard == 0
         return copy == 0 and first_of_tp and first_of_shards
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional as F
 
 from paceline.parallel.tensor.dropout import own_randomness
@@ -21,10 +21,12 @@ from paceline.parallel.tensor.shards import (
     as_split,
     as_whole,
     gathered,
+    is_shared,
     placement,
     split_of,
     wrap,
 )
+from paceline.parallel.tensor.shared_heads import own_head
 
 
 def split_attention(
@@ -48,11 +50,8 @@ def split_attention(
         tensors = [gathered(query), gathered(key), gathered(value)]
         mask = None if attn_mask is None else gathered(attn_mask)
         return attend(*tensors, mask, dropout_p, is_causal, **others)
-    if key.shape[dim] % mesh.size():  # fewer heads of keys than ranks: give each query its own
-        repeats = query.shape[dim] // key.shape[dim]
-        key = gathered(key).repeat_interleave(repeats, dim)
-        value = gathered(value).repeat_interleave(repeats, dim)
-    local = [as_split(t, mesh, dim).to_local() for t in (query, key, value)]
+    queries = as_split(query, mesh, dim).to_local()
+    local = [queries, *(_own_heads(t, mesh, dim, query.shape[dim]) for t in (key, value))]
     mask = None if attn_mask is None else _local_mask(attn_mask, mesh, dim)
     with own_randomness(mesh) if dropout_p else contextlib.nullcontext():
         y = attend(*local, mask, dropout_p, is_causal, **others)
@@ -71,6 +70,23 @@ def _common_dim(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor) -> 
             same_kind = key.shape[dim] == value.shape[dim]
             return dim if dim < -2 and fits and same_kind else None
     return None
+
+
+def _own_heads(tensor: Tensor, mesh: DeviceMesh, dim: int, queries: int) -> Tensor:
+    """The heads of keys or values that this rank's queries need."""
+    heads = tensor.shape[dim]
+    if is_shared(tensor) and isinstance(tensor, DTensor) and heads == tensor.device_mesh.size(0):
+        where = tensor.placements[0]
+        if isinstance(where, Shard) and where.dim == tensor.ndim + dim:
+            return own_head(tensor)
+    if heads % mesh.size() == 0:
+        return as_split(tensor, mesh, dim).to_local()
+    own, sharing = queries // mesh.size(), queries // heads
+    if own % sharing and sharing % own:  # a rank's queries end within those that share a head
+        return as_split(gathered(tensor).repeat_interleave(sharing, dim), mesh, dim).to_local()
+    whole = as_whole(tensor, mesh).to_local(grad_placements=[Partial()])
+    first = mesh.get_local_rank() * own // sharing
+    return whole.narrow(dim, first, max(1, own // sharing))
 
 
 def _local_mask(mask: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:

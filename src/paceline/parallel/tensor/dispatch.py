@@ -32,7 +32,9 @@ from paceline.parallel.tensor.shards import (
     as_split,
     gathered,
     is_packed,
+    is_shared,
     mark_logits,
+    on_mesh,
     placement,
     plain,
     replicated,
@@ -76,13 +78,18 @@ class _Mixing(TorchFunctionMode):
         split = [
             t
             for t in tensors((args, kwargs))
-            if isinstance(t, DTensor) and t.device_mesh == self.mesh
+            if isinstance(t, DTensor) and (t.device_mesh == self.mesh or is_shared(t))
         ]
         if not split or getattr(func, "__name__", "") in _ABOUT_THE_OBJECT:
             return func(*args, **kwargs)
+        mesh = split[0].device_mesh
+        if any(t.device_mesh != mesh for t in split) and func not in _MIXES_MESHES:
+            mesh = self.mesh
+            args, kwargs = (map_tensors(v, lambda t: on_mesh(t, mesh)) for v in (args, kwargs))
+            split = [t for t in tensors((args, kwargs)) if isinstance(t, DTensor)]
         special = _SPECIAL.get(func)
         if special is not None:
-            result = special(self.mesh, func, args, kwargs)
+            result = special(mesh if func not in _MIXES_MESHES else self.mesh, func, args, kwargs)
             if result is not NotImplemented:
                 return result
         if any(is_packed(t) for t in split):
@@ -93,12 +100,14 @@ class _Mixing(TorchFunctionMode):
         if _works_in_place(func) and not isinstance(args[0], DTensor):
             # The caller goes on using the plain tensor that is changed.
             return _whole(func, args, kwargs)
-        result = self._split_or_whole(func, args, kwargs)
+        result = self._split_or_whole(mesh, func, args, kwargs)
         return mark_logits(result) if logits else result
 
-    def _split_or_whole(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _split_or_whole(
+        self, mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         def wrapped(value: Any) -> Any:
-            return map_tensors(value, lambda t: replicated(t, self.mesh))
+            return map_tensors(value, lambda t: replicated(t, mesh))
 
         try:
             result = func(*wrapped(args), **wrapped(kwargs))
@@ -332,6 +341,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.unflatten, torch.unflatten), _apart(_unflatten)),
     Tensor.__getitem__: _apart(packed.item),
 }
+# Told the mesh of the ranks, whatever their arguments are spread over.
+_MIXES_MESHES = {F.scaled_dot_product_attention}
 _CASTS = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type)
 # DTensor answers these from one rank's part of a sum or of an uneven tensor (torch 2.13).
 _LOOKS_AT_VALUES = {

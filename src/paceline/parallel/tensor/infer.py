@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.parallel.tensor.checks import check_heads_divide
+from paceline.parallel.tensor.checks import check_heads_divide, share_heads
 from paceline.parallel.tensor.data_flow import Findings, trace
 from paceline.parallel.tensor.splittable import features, kind_of, why_not_split
 
@@ -28,18 +28,21 @@ def infer(
             continue
         reached = found.consumed | (found.losses if vocabulary else set())
         bad = dict(found.whole) or {
-            name: _not_taken(name in found.losses) for name in found.columns if name not in reached
+            name: _not_taken(name, found) for name in found.columns if name not in reached
         }
         if not bad:
             break
         fixed.update(bad)
     roles, reasons = _roles(model, tp, found, packing, fixed, vocabulary)
+    roles, reasons = share_heads(found, tp, roles, reasons)
     check_heads_divide(model, tp, found, roles)
     return roles, reasons
 
 
-def _not_taken(in_loss: bool) -> str:
-    if in_loss:
+def _not_taken(name: str, found: Findings) -> str:
+    if found.shared.get(name) == 1:
+        return "it makes one head of keys or values, which every rank needs"
+    if name in found.losses:
         return "it ends in the loss, and vocabulary=False keeps that whole"
     return "no later layer takes its output split"
 

@@ -66,7 +66,7 @@ def _column(
 ) -> DTensor:
     mesh = weight.device_mesh
     # Each rank's output depends on all of x: its gradient is a term of a sum.
-    whole = _shared_input(x, mesh).to_local(grad_placements=[Partial()])
+    whole = shared_input(x, mesh).to_local(grad_placements=[Partial()])
     matrix = weight.to_local()
     local_bias = None
     if bias is not None:
@@ -85,7 +85,7 @@ def wrap_like_rows(bias: Tensor, mesh: DeviceMesh, chunks: int) -> DTensor:
     return wrap(cut(apart, mesh, 0, chunks), mesh, placement(0, chunks), bias.shape)
 
 
-def _shared_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def shared_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """``x`` whole on every rank, made once for all layers that read it.
 
     Queries, keys and values are made from the same input. Wrapped once, their gradients are added

@@ -14,6 +14,7 @@ ROLES = {
     "column": "output features split; a row-parallel layer follows",
     "row": "input features split; outputs summed over the ranks",
     "packed:N": "column, of N layers in one (queries, keys and values: packed:3)",
+    "heads:N": "column, of N heads of keys or values, fewer than ranks: several hold each",
     "vocabulary": "embedding rows, or output features with the loss, split",
     "gather": "output features split, then put together",
     "replicate": "whole on every rank",
@@ -25,7 +26,9 @@ class TensorPlan:
     """What ``apply_plan`` does to a model.
 
     ``roles`` maps module names to roles (see :data:`ROLES`), ``reasons`` the names of modules that
-    stay whole to why. ``source`` says where the plan comes from.
+    stay whole to why. ``source`` says where the plan comes from. ``ties`` maps parameters that are
+    split because a module with a role shares them to the dimension and the number of chunks: a
+    pipeline stage may hold one without the other.
     """
 
     tp: int
@@ -33,6 +36,7 @@ class TensorPlan:
     reasons: Mapping[str, str] = field(default_factory=dict)
     source: str = "given"
     sequence: bool = False
+    ties: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         head = f"tensor-parallel plan for tp={self.tp} ({self.source})"
@@ -78,10 +82,10 @@ def _span(numbers: list[int]) -> str:
 
 def check_role(role: str, where: str) -> None:
     """Refuse a role that does not exist."""
-    number = re.fullmatch(r"packed:(\d+)", role)
+    number = re.fullmatch(r"(?:packed|heads):(\d+)", role)
     if number is not None and int(number[1]) >= 2:
         return
-    if role not in ROLES or role == "packed:N":
+    if role not in ROLES or role.endswith(":N"):
         close = difflib.get_close_matches(role, ROLES, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise LayoutError(
@@ -120,3 +124,8 @@ def _near(pattern: str, names: list[str]) -> str:
 def chunks_of(role: str) -> int:
     """How many layers a packed one stands for; 1 for every other role."""
     return int(role.removeprefix("packed:")) if role.startswith("packed:") else 1
+
+
+def heads_of(role: str) -> int | None:
+    """How many heads a layer makes whose heads several ranks share; ``None`` for other roles."""
+    return int(role.removeprefix("heads:")) if role.startswith("heads:") else None

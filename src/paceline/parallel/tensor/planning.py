@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from paceline.errors import LayoutError
-from paceline.parallel.tensor.checks import check_features, check_heads
+from paceline.parallel.tensor.checks import check_features, settle_heads
 from paceline.parallel.tensor.huggingface import own_plan, translated
 from paceline.parallel.tensor.infer import infer
 from paceline.parallel.tensor.plan import TensorPlan, roles_from_patterns
-from paceline.parallel.tensor.splittable import splittable_modules
+from paceline.parallel.tensor.splittable import kind_of, parts, splittable_modules
 
 
 def make_plan(
@@ -46,12 +47,30 @@ def make_plan(
     else:
         roles, reasons = infer(model, tp, sample, vocabulary)
         return _checked(model, TensorPlan(tp, roles, reasons, "found by data flow", sequence))
-    check_heads(model, plan, sample)
-    return _checked(model, plan)
+    return _checked(model, settle_heads(model, plan, sample))
 
 
 def _checked(model: nn.Module, plan: TensorPlan) -> TensorPlan:
     for name, role in plan.roles.items():
         if role != "replicate":
             check_features(name, model.get_submodule(name), role, plan.tp)
-    return plan
+    return replace(plan, ties=_ties(model, plan))
+
+
+def _ties(model: nn.Module, plan: TensorPlan) -> dict[str, tuple[int, int]]:
+    """Parameters of modules without a role that share them with one that splits them."""
+    split: dict[int, tuple[int, int]] = {}
+    own: set[str] = set()
+    for name, role in plan.roles.items():
+        module = model.get_submodule(name)
+        kind = kind_of(module)
+        if role == "replicate" or kind is None:
+            continue
+        for key, where in parts(kind, role, module).items():
+            split[id(module._parameters[key])] = where
+            own.add(f"{name}.{key}" if name else key)
+    return {
+        name: split[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in split and name not in own
+    }

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.parallel.tensor.plan import chunks_of
+
 Kind = Literal["out_first", "in_first", "embedding"]
 """A linear layer whose weight is (out, in), one whose weight is (in, out), or an embedding."""
 
@@ -54,6 +56,17 @@ def features(module: nn.Module) -> tuple[int, int]:
     assert weight is not None
     rows, columns = weight.shape
     return (rows, columns) if kind_of(module) == "in_first" else (columns, rows)
+
+
+def parts(kind: Kind, role: str, module: nn.Module) -> dict[str, tuple[int, int]]:
+    """``{parameter: (dim, chunks)}`` that a role splits; a row-parallel bias stays whole."""
+    chunks = chunks_of(role)
+    if role == "row":
+        return {"weight": (0 if kind == "in_first" else 1, 1)}
+    made = {"weight": (1 if kind == "in_first" else 0, chunks)}
+    if module._parameters.get("bias") is not None:
+        made["bias"] = (0, chunks)
+    return made
 
 
 def splittable_modules(model: nn.Module) -> list[str]:
