@@ -189,6 +189,8 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 
 MOST_ROUNDING = 1e-6
 """In float64 nothing beyond this is taken for rounding."""
+MOST_ROUNDING_IN_FLOAT32 = 1e-3
+"""The same, for a model that does not run in float64."""
 
 
 class Tolerance:

@@ -16,6 +16,7 @@ from paceline.parallel.dtensor import cuts, local, part_of
 from paceline.prove.cases import Case
 from paceline.prove.comparison import (
     MOST_ROUNDING,
+    MOST_ROUNDING_IN_FLOAT32,
     Held,
     Measure,
     RunComparison,
@@ -115,10 +116,13 @@ def _cut_otherwise(samples: int) -> list[list[int]]:
 def _reorder(subject: Subject, folder: Path, reference: Reference, world: World) -> None:
     """Fill in the noise: what other orders and cuts of the same samples change.
 
-    Rounding is told from samples that meet in float64, where nothing else is that large.
+    Rounding is told from samples that meet in float64, where nothing else is that large; in
+    float32 where the model has no other.
     """
-    exact, exact_folder = replace(subject, precision="fp64"), folder
-    if subject.precision != "fp64":
+    has_double = subject.runs_in_float64
+    exact, exact_folder = replace(subject, precision="fp64" if has_double else "fp32"), folder
+    most = MOST_ROUNDING if has_double else MOST_ROUNDING_IN_FLOAT32
+    if subject.precision != exact.precision:
         exact_folder = folder / "exact"
         exact_folder.mkdir()
         _leave_trace(ObservedRun(exact, _ALONE, world=world, alone=True), exact_folder)
@@ -129,10 +133,10 @@ def _reorder(subject: Subject, folder: Path, reference: Reference, world: World)
         try:
             found, unsettled = _noise_of(exact, cut, exact_folder, world)
             worst = max(v for p, v in found.items() if p.kind in ("loss", "gradient"))
-            if worst > MOST_ROUNDING:
+            if worst > most:
                 reference.interacts = max(reference.interacts, worst)
                 continue
-            if subject.precision != "fp64":
+            if subject.precision != exact.precision:
                 found, unsettled = _noise_of(subject, cut, folder, world)
         except Exception as error:  # the user's model or data; the layouts may do without
             reference.uncut = f"{type(error).__name__}: {error}"

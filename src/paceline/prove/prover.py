@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -78,7 +79,7 @@ class Prover:
             self._cut_references: dict[str, tuple[Path, Reference]] = {}
             self.tell("one process")
             self._main = self._folder / "main"
-            reference = self._reference(self._main, None)
+            reference, no_float64 = self._first_reference()
             self._check_plant(reference)
             tolerance = Tolerance(self.subject.precision, reference.noise)
             rows = []
@@ -92,7 +93,7 @@ class Prover:
             precision=self.subject.precision,
             noise=tolerance.noise,
             plant=None if self.plant is None else self.plant.name,
-            notes=[*notes, *self._notes(reference, tolerance, cases, rows)],
+            notes=[*notes, *no_float64, *self._notes(reference, tolerance, cases, rows)],
             seconds=time.monotonic() - started,
         )
 
@@ -100,6 +101,31 @@ class Prover:
         if self._lent_pool is not None:
             return contextlib.nullcontext(self._lent_pool)
         return RankPool(timeout=self.timeout, preload=PRELOAD)
+
+    def _first_reference(self) -> tuple[Reference, list[str]]:
+        """The run on one process; in float32 where the model has no float64, and a note of it."""
+        try:
+            return self._reference(self._main, None), []
+        except RankFailed as failure:
+            cause = failure.__cause__
+            if self.subject.precision != "fp64" or cause is None:
+                raise
+            words = str(cause).strip().splitlines() or [type(cause).__name__]
+            in_double = failure
+        double = self.subject
+        self.subject = replace(double, precision="fp32", runs_in_float64=False)
+        shutil.rmtree(self._main)
+        self.tell("one process, in float32")
+        try:
+            reference = self._reference(self._main, None)
+        except (PacelineError, RankFailed):
+            self.subject = double
+            raise in_double from in_double.__cause__  # it is not float64 that is missing
+        note = (
+            f"the model does not run in float64 ({words[0]}), so the proof is in float32: what is "
+            "allowed is what rounding does to one process"
+        )
+        return reference, [note]
 
     def _reference(self, folder: Path, forwards_of: Case | None) -> Reference:
         folder.mkdir()
@@ -112,7 +138,9 @@ class Prover:
                 timeout=self.timeout,
             )
         except RankFailed as failure:
-            raise _own_error(failure) from None
+            if (own := _own_error(failure)) is failure:
+                raise
+            raise own from None
         return reference
 
     def _prove_case(self, case: Case, reference: Reference, tolerance: Tolerance) -> LayoutResult:

@@ -43,6 +43,8 @@ class Subject:
     seed: int
     steps: int
     precision: str
+    runs_in_float64: bool = True
+    """Whether all operations of the model have a float64 form."""
 
     def build(self) -> Built:
         """A copy nobody has trained yet, the same on every rank."""
