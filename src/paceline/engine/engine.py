@@ -235,7 +235,7 @@ class Engine(HasInternals):
     def take_notes(self) -> list[str]:
         """What there is to tell the user since this was last asked, such as what was chosen."""
         notes, self._notes = self._notes, []
-        return notes + self._sync.take_notes()
+        return notes + self._context.replica.take_notes() + self._sync.take_notes()
 
     def traffic(self) -> Traffic | None:
         """The bytes of gradients that this rank has sent; ``None`` where they are not counted."""

@@ -17,7 +17,7 @@ from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded
-from paceline.parallel.tensor import TensorPlan, plain
+from paceline.parallel.tensor import SplitForms, TensorPlan, plain
 from paceline.world import Group, World
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -43,6 +43,7 @@ class Spread:
         context: Context = contextlib.nullcontext,
         devices: Sequence[torch.device] = (),
         tensor_plan: TensorPlan | None = None,
+        split_forms: SplitForms | None = None,
         averaging: Averaging | None = None,
         bucket_mib: float | None = None,
     ) -> None:
@@ -53,11 +54,27 @@ class Spread:
         self.context = context
         self.devices = devices
         self.tensor_plan = tensor_plan  # print it, or pipeline.plan, to see what was decided
+        self._forms = split_forms
+        self._told_whole: set[str] = set()
+        self._notes = [] if tensor_plan is None else [tensor_plan.summary()]
         self._averaging, self._bucket_mib = averaging, bucket_mib
         self.coordinate = layout.coordinate(world.rank)
         self.data_group = data_group(world, layout)
         self.held = self._held()
         self._duplicates = set() if pipeline is None else {id(p) for p in pipeline.duplicates()}
+
+    def take_notes(self) -> list[str]:
+        """What there is to tell the user since this was last asked: what stays whole, and why."""
+        notes, self._notes = self._notes, []
+        whole = {} if self._forms is None else self._forms.whole
+        new = {name: why for name, why in whole.items() if name not in self._told_whole}
+        self._told_whole.update(new)
+        if new:
+            listed = "; ".join(f"{name} ({why})" for name, why in new.items())
+            notes.append(
+                f"tensor parallel: computed whole on every rank, for want of a split form: {listed}"
+            )
+        return notes
 
     @property
     def is_plain(self) -> bool:

@@ -69,6 +69,8 @@ class RankOutcome:
     """By step: how many samples the global batch had, by this rank's account."""
     stale_parts: dict[int, list[str]] = field(default_factory=dict)
     """By step: parameters of which this rank holds a part that the update did not reach."""
+    told: list[str] = field(default_factory=list)
+    """What the engine had to tell the user, such as what tensor parallelism leaves whole."""
     split: dict[str, int] = field(default_factory=dict)
     """Parameters that tensor parallelism splits, each with the dimension it is split along."""
 
@@ -191,6 +193,7 @@ def run_layout(
             before = reference
     outcome.split = {name: cuts(own[0])["tp"] for name, own in held.items() if "tp" in cuts(own[0])}
     outcome.samples = run.samples
+    outcome.told = run.engine.take_notes()
     outcome.missing = [name for name in reference["parameter"] if name not in values["parameter"]]
     return outcome
 

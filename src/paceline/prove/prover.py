@@ -76,6 +76,7 @@ class Prover:
             contextlib.redirect_stdout(sys.stderr),
         ):
             self._pool, self._folder = pool, Path(folder)
+            self._told: list[str] = []
             self._cut_references: dict[str, tuple[Path, Reference]] = {}
             self.tell("one process")
             self._main = self._folder / "main"
@@ -93,7 +94,12 @@ class Prover:
             precision=self.subject.precision,
             noise=tolerance.noise,
             plant=None if self.plant is None else self.plant.name,
-            notes=[*notes, *no_float64, *self._notes(reference, tolerance, cases, rows)],
+            notes=[
+                *notes,
+                *no_float64,
+                *self._notes(reference, tolerance, cases, rows),
+                *self._told,
+            ],
             seconds=time.monotonic() - started,
         )
 
@@ -164,6 +170,8 @@ class Prover:
                 # One process ran it, so that it is the layout which cannot.
                 return _refused(case, None, str(raised))
             return LayoutResult(str(case), "failed", words=str(raised))
+        if case.layout.tp > 1:
+            self._told += [f"{case}: {note}" for note in outcomes[0].told]
         row = _compare(case, outcomes, tolerance, reference)
         if row.ok:
             return row

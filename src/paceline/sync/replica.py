@@ -73,6 +73,10 @@ class Replica:
             self.parameters = [p for own in spread.held.values() for p in own]
             self._trainable = [p.requires_grad for p in self.parameters]
 
+    def take_notes(self) -> list[str]:
+        """What there is to tell the user about how the model was spread, since last asked."""
+        return [] if self._spread is None else self._spread.take_notes()
+
     @property
     def holds_whole_model(self) -> bool:
         """Whether nothing has been cut, or not yet."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from paceline.errors import LayoutError
 from paceline.parallel.tensor.checks import check_features
+from paceline.parallel.tensor.experts import split_experts
 from paceline.parallel.tensor.linear import scattered_linear, split_linear, split_parameter
 from paceline.parallel.tensor.plan import TensorPlan, heads_of
 from paceline.parallel.tensor.shards import gathered, mark_logits
@@ -49,8 +50,7 @@ def apply_plan(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
         done.add(id(module))
         check_features(name, module, role, plan.tp)
         for key, (dim, chunks) in parts(kind, role, module).items():
-            parameter = module._parameters[key]
-            assert parameter is not None
+            parameter = module.get_parameter(key)
             originals.append(parameter)
             if id(parameter) not in made:
                 heads = heads_of(role)
@@ -79,6 +79,10 @@ def _set_forward(
     forward: Any
     if kind == "embedding":
         forward = functools.partial(_embedding_forward, module)
+    elif kind == "attention":
+        return  # its forward ends in a function that dispatch.py knows
+    elif kind == "experts":
+        forward = functools.partial(split_experts, module, module.forward, mesh)
     elif heads_of(role) is not None:
         forward = functools.partial(_shared_forward, module, kind == "in_first", mesh)
     else:

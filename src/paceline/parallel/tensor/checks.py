@@ -10,8 +10,13 @@ from torch import nn
 
 from paceline.errors import LayoutError
 from paceline.parallel.tensor.data_flow import Findings, trace
-from paceline.parallel.tensor.plan import TensorPlan, chunks_of, heads_of
-from paceline.parallel.tensor.splittable import features, kind_of, splittable_modules
+from paceline.parallel.tensor.plan import ROLES, TensorPlan, chunks_of, heads_of
+from paceline.parallel.tensor.splittable import (
+    features,
+    kind_of,
+    splittable_modules,
+    why_not_divided,
+)
 
 Roles = dict[str, str]
 
@@ -95,6 +100,15 @@ def check_features(name: str, module: nn.Module, role: str, tp: int) -> None:
                 f"tensor-parallel plan: {name} is an embedding and cannot be {role!r}: its rows "
                 "can be split ('vocabulary'), or it stays whole ('replicate')."
             )
+        return
+    if kind in ("attention", "experts") or role in ("attention", "experts"):
+        if role != kind:
+            raise LayoutError(
+                f"tensor-parallel plan: {name} cannot be {role!r}: "
+                + (f"it is {kind!r} or 'replicate'." if kind in ROLES else "it is one layer.")
+            )
+        if (why := why_not_divided(kind, module, tp)) is not None:
+            raise LayoutError(f"tensor-parallel plan: {name}: {why}. 'replicate' it, or change tp.")
         return
     if role in ("vocabulary", "gather"):
         return

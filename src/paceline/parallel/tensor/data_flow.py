@@ -152,7 +152,10 @@ class Flow:
             self.paused = False
             self.found.called.add(name)
             x = (*args, *kwargs.values())[0] if args or kwargs else None
-            if kind == "embedding":
+            if kind in ("attention", "experts"):
+                splits = [s for t in tensors((args, kwargs)) if (s := self.split_of(t)) is not None]
+                self.needs_whole(splits, name)
+            elif kind == "embedding":
                 if self.comes_from_input(x):
                     self.found.looked_up.add(name)
             else:
