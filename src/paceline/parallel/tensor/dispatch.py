@@ -50,10 +50,10 @@ def mixing(mesh: DeviceMesh, forms: SplitForms | None = None) -> TorchFunctionMo
     Recomputation of activations needs it too. Backward passes do not. ``forms`` keeps what was
     decided about calls from one forward to the next, and says which were computed whole.
     """
-    return _Mixing(mesh, _FORMS if forms is None else forms)
-
-
-_FORMS = SplitForms()
+    if forms is None:  # as long as the mesh, which all ranks make and drop together
+        forms = getattr(mesh, "_paceline_split_forms", None) or SplitForms()
+        mesh._paceline_split_forms = forms  # type: ignore[attr-defined]
+    return _Mixing(mesh, forms)
 
 
 # Asked of the tensor itself, not of its values; FSDP2's hooks, which run in here too, do so.
@@ -108,7 +108,7 @@ class _Mixing(TorchFunctionMode):
             return map_tensors(value, lambda t: replicated(t, mesh))
 
         args_on_mesh, kwargs_on_mesh = wrapped(args), wrapped(kwargs)
-        if not self.forms.has(func, args_on_mesh, kwargs_on_mesh):
+        if not self.forms.has(func, args_on_mesh, kwargs_on_mesh, self.mesh):
             return _whole(func, args, kwargs)
         return func(*args_on_mesh, **kwargs_on_mesh)
 

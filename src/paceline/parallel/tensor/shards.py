@@ -107,19 +107,6 @@ def wrap_all(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def first_part_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of what the first rank holds of ``tensor``; the same on every rank."""
-    shape = list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        for index in reversed(range(tensor.device_mesh.ndim)):
-            found = _dim_and_chunks(tensor.placements[index])
-            if found is not None:
-                dim, chunks = found
-                part = rows_of(shape[dim] // chunks, tensor.device_mesh.size(index), 0)[1]
-                shape[dim] = part * chunks
-    return tuple(shape)
-
-
 def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A plain tensor, equal on all ranks, as a DTensor; its gradient comes back summed."""
     if isinstance(tensor, DTensor):

@@ -1,9 +1,9 @@
 """Which calls on split tensors DTensor can carry out, decided before they run.
 
 A call that DTensor has no rule for is computed whole, which takes other collectives than computing
-it split. So the ranks must decide alike: each tries the call on tensors without data that depend
-on nothing but the function, the whole shapes and how they are split, which are the same everywhere.
-What then goes wrong in the call itself, on one rank or on all, is raised as it is.
+it split. So the ranks decide together, when a call of its kind first comes up: each tries it on
+tensors without data, and it is split if it worked on all of them. What then goes wrong in the call
+itself, on one rank or on all, is raised as it is.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from paceline.nested import leaves, map_tensors, tensors
-from paceline.parallel.tensor.shards import first_part_shape, wrap_all
+from paceline.parallel.tensor.shards import wrap_all
 from paceline.torch_internals import FAKE_TENSOR_LOGGER, FakeTensorMode
 
 
@@ -29,25 +31,36 @@ class SplitForms:
         self._decided: dict[Any, bool] = {}
         self.whole: dict[str, str] = {}
 
-    def has(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether ``func`` can be computed on split tensors as they are."""
+    def has(self, func: Any, args: Any, kwargs: dict[str, Any], mesh: DeviceMesh) -> bool:
+        """Whether ``func`` can be computed on tensors split over ``mesh`` as they are.
+
+        A collective of these ranks for a call of a kind that has not come up before.
+        """
         if torch.compiler.is_compiling():
             return True  # what cannot is not compiled, and comes here again
         with torch.no_grad():
             key = (func, *map(_looks, leaves((args, kwargs))))
         if key not in self._decided:
             why = _try(func, args, kwargs)
-            self._decided[key] = why is None
-            if why is not None:
-                self.whole.setdefault(getattr(func, "__name__", str(func)), why)
+            self._decided[key] = _all_agree(why is None, mesh)
+            if not self._decided[key]:
+                name = getattr(func, "__name__", str(func))
+                self.whole.setdefault(name, why or "another rank cannot split it")
         return self._decided[key]
+
+
+def _all_agree(works: bool, mesh: DeviceMesh) -> bool:
+    verdict = torch.tensor(int(works), device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+    return bool(verdict.item())
 
 
 def _looks(value: Any) -> Any:
     """What a decision goes by: of tensors, all but the values."""
     if isinstance(value, DTensor):
         local = value.to_local()
-        return (value.shape, value.dtype, value.placements, value.device_mesh, _order(local))
+        return (value.shape, value.dtype, value.placements, value.device_mesh.ndim, _order(local))
     if isinstance(value, Tensor):
         return (value.shape, value.dtype, value.device.type, _order(value))
     if isinstance(value, slice):
@@ -71,9 +84,10 @@ def _try(func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
 
     def without_data(tensor: Tensor) -> Tensor:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        shape = first_part_shape(tensor)
         with mode:
-            fake = _empty(local, shape)
+            fake = torch.empty_strided(
+                local.shape, local.stride(), dtype=local.dtype, device=local.device
+            )
         if not isinstance(tensor, DTensor):
             return fake
         return wrap_all(fake, tensor)
@@ -88,16 +102,6 @@ def _try(func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
     except Exception as error:  # whatever torch raises where it has no rule or trips over its own
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return None
-
-
-def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of ``shape`` that lies in memory as ``like`` does."""
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(_order(like)):
-        if like.stride(dim) != 0:
-            strides[dim] = step
-            step *= max(shape[dim], 1)
-    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
 
 
 def _is_odd_sum(tensor: Tensor) -> bool:
