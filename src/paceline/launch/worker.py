@@ -53,6 +53,8 @@ def main(arguments: list[str]) -> None:
     handlers = {s: signal.signal(s, _leave) for s in (signal.SIGINT, signal.SIGTERM)}
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
+    from paceline.ddp_teardown import free_reducers_before_groups
+
     class Handler(ErrorHandler):
         """Writes what :func:`paceline.launch.error_report.read` reads."""
 
@@ -61,6 +63,7 @@ def main(arguments: list[str]) -> None:
 
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
+    free_reducers_before_groups()
     try:
         record(_run, error_handler=Handler())(arguments)
     except Exception as error:
