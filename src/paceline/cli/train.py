@@ -214,7 +214,7 @@ class _Request:
         words = {key: self.flags.get(text, f"--set {text}") for key, text in given.items()}
         ranks = [words[key] for key in ("launch.nproc", "launch.nnodes") if key in words]
         if ranks and "layout" not in words and stored.layout != "auto":
-            rest = str(Layout.parse(stored.layout)).partition(",")[2]
+            rest = str(Layout.smallest(stored.layout)).partition(",")[2]
             self._adjusted = {f"layout={rest or 'auto'}": ranks[0]}
         elif "layout" in words and "launch.nproc" not in words and stored.launch.nproc != "auto":
             self._adjusted = {"launch.nproc=auto": words["layout"]}

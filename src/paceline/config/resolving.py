@@ -25,7 +25,7 @@ def nproc_of(config: Config, gpus: int) -> int:
         return config.launch.nproc
     if config.layout != "auto":
         # Where it does not go into the machines evenly, checks.py says so.
-        return max(1, Layout.parse(config.layout).world_size // most_nodes(config))
+        return max(1, Layout.smallest(config.layout).world_size // most_nodes(config))
     return max(gpus, 1) if on_gpu(config, gpus) else RANKS_WITHOUT_GPU
 
 

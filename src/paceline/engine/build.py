@@ -26,7 +26,6 @@ from paceline.engine.state import WholeState
 from paceline.engine.whole_model import WholeModel
 from paceline.layout import Layout
 from paceline.options import EngineOptions
-from paceline.options.rules import Combination, check_rules
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.apply_layout import needs_sample
 from paceline.parallel.meta import is_on_meta
@@ -59,7 +58,6 @@ def build(
 
     A collective: all ranks start from one model and one optimizer.
     """
-    check_rules(Combination(layout, options))
     precision = Precision(options.precision, world.device, sharded=bool(layout.beyond_dp))
     if options.sync_batchnorm:
         model = sync_batchnorm.convert(model)

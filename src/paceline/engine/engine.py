@@ -37,6 +37,7 @@ from paceline.options import (
 )
 from paceline.options.engine import InitialWeights, Nonfinite
 from paceline.options.engine import Precision as PrecisionName
+from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
 from paceline.parallel.spread import Spread
 from paceline.sync.traffic import Traffic
@@ -150,8 +151,7 @@ class Engine(HasInternals):
         check_not_spread(model)
         notes = rules_on_frozen(model, self.options.compress)
         self.world = world if world is not None else World.current()
-        self.layout = Layout.parse(self.options.layout, world_size=self.world.size)
-        self.layout.check_world(self.world.size)
+        self.layout = layout_in_world(self.options, self.world.size)
         self.coordinate = self.layout.coordinate(self.world.rank)
         self.device = self.world.device
         self.parameter_count = sum(p.numel() for p in model.parameters())

@@ -33,7 +33,7 @@ from paceline.layout.batch import BatchSizes
 from paceline.nested import map_tensors
 from paceline.options import EngineOptions, Sharding
 from paceline.options.engine import InitialWeights
-from paceline.options.rules import Combination, check_rules
+from paceline.options.rules import layout_in_world
 from paceline.parallel.apply_layout import shard_root, spread
 from paceline.parallel.meta import Init, is_on_meta
 from paceline.parallel.replicate import sync_buffers
@@ -79,10 +79,10 @@ def prepare(
     """
     check_model(model)
     world = World.current()
-    layout = Layout.parse(layout, world_size=world.size)
-    layout.check_world(world.size)
-    options = EngineOptions.of(sharding=sharding, initial_weights=initial_weights, init=init)
-    check_rules(Combination(layout, options, own_loop=True))
+    options = EngineOptions.of(
+        layout=layout, sharding=sharding, initial_weights=initial_weights, init=init
+    )
+    layout = layout_in_world(options, world.size, own_loop=True)
     check_optimizer(optimizer, model)
     check_not_spread(model)
     start_from_one_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -90,6 +91,18 @@ class Layout:
                 )
             degrees["dp"] = world_size // rest
         return cls(**degrees)
+
+    @classmethod
+    def smallest(cls, text: str | Layout) -> Layout:
+        """The layout of the smallest world that ``text`` can be run in.
+
+        Like ``parse(text)``, but a ``dp`` that is left out is the least that ``replicas`` and
+        ``ep`` allow. What is wrong with it is wrong in every world.
+        """
+        if not isinstance(text, str) or not text.strip() or "dp" in (degrees := read_degrees(text)):
+            return cls.parse(text)
+        replicas, cp, ep = (max(degrees.get(axis, 1), 1) for axis in ("replicas", "cp", "ep"))
+        return cls(dp=math.lcm(replicas, ep // math.gcd(ep, cp)), **degrees)
 
     @property
     def world_size(self) -> int:

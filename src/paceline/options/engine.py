@@ -190,7 +190,7 @@ class EngineOptions:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        Layout.parse(self.layout)
+        Layout.smallest(self.layout)  # dp may be left out, for the world to fill
         check(self)
         if self.max_memory is not None and self.device_map is None:
             raise TrainingError(

@@ -323,6 +323,19 @@ def clash(settings: Sequence[str]) -> str:
     return f"{first} does not go with {', '.join(others)}" if others else first
 
 
+def layout_in_world(options: EngineOptions, world_size: int, *, own_loop: bool = False) -> Layout:
+    """The layout that ``options`` ask for in a world of ``world_size`` ranks.
+
+    Raises :class:`LayoutError` where it is not sound: first for what no number of ranks would
+    mend, then for the number of ranks.
+    """
+    check_rules(Combination(Layout.smallest(options.layout), options, own_loop))
+    layout = Layout.parse(options.layout, world_size=world_size)
+    layout.check_world(world_size)
+    check_rules(Combination(layout, options, own_loop))
+    return layout
+
+
 def check_rules(case: Combination) -> None:
     """Raise :class:`LayoutError` for a case that breaks a rule."""
     if (found := broken_rule(case)) is not None:

@@ -43,7 +43,7 @@ from paceline.options import (
 )
 from paceline.options.engine import InitialWeights, Nonfinite
 from paceline.options.engine import Precision as PrecisionName
-from paceline.options.rules import Combination, check_rules
+from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
 from paceline.track import Tracker
 from paceline.trainer.arguments import (
@@ -256,9 +256,7 @@ class Trainer(TrainerBase):
     def _check_layout(self, nproc: int, train: Any, val: Any, *, goes_on: bool) -> None:
         """What can be said of the layout and the batch on it before any rank is started."""
         options = self.engine_options
-        layout = Layout.parse(options.layout, world_size=nproc)
-        layout.check_world(nproc)
-        check_rules(Combination(layout, options))
+        layout = layout_in_world(options, nproc)
         check_rules_match(self.model, options.compress)
         self._check_batch_is_stated(train, "train")
         self._check_batch_is_stated(val, "val")
@@ -340,7 +338,7 @@ class Trainer(TrainerBase):
     def _engine_options(self, train: Any, world: World, *, goes_on: bool) -> EngineOptions:
         """Those of the engine, with the bound on a pass that the sizes of a batch come to."""
         options = self.engine_options
-        layout = Layout.parse(options.layout, world_size=world.size)
+        layout = layout_in_world(options, world.size)
         if isinstance(train, Loader):
             if self.batch.per_device_batch is not None or self.batch.accumulate is not None:
                 raise DataError(
