@@ -6,6 +6,7 @@ Each is made of the options of the same name in :mod:`paceline.options`, and giv
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, model_validator
@@ -64,9 +65,9 @@ class OptionsSection(Section):
         check_as_options(self.options)
         return self
 
+    @abstractmethod
     def options(self) -> Any:
         """For the engine."""
-        raise NotImplementedError
 
 
 class ShardingSection(OptionsSection):

@@ -11,10 +11,10 @@
 
 from paceline.data.batch_shares import Share, share, steps_per_epoch
 from paceline.data.loader import Loader
-from paceline.data.make_loader import loader
+from paceline.data.make_loader import from_dataloader, loader
 from paceline.data.shuffle_order import Order
 from paceline.data.text import ByteText, stdlib_source, unigram_loss
-from paceline.data.torch_dataloader import from_dataloader, sizes_over
+from paceline.data.torch_dataloader import sizes_over
 
 __all__ = [
     "ByteText",

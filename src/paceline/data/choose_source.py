@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from paceline.data.arguments import check_rank, check_stream_workers, length_of
 from paceline.data.batch_shares import BatchCut
-from paceline.data.checks import check_rank, check_stream_workers, length_of
 from paceline.data.iterable_dataset import StreamSource
 from paceline.data.loader import Loader
 from paceline.data.map_dataset import OrderSource

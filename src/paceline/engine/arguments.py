@@ -7,7 +7,6 @@ is checked by ``checks.py`` and the rules.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -79,38 +78,6 @@ def check_switches(whose: str, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise TrainingError(f"{whose}{name}={shown(value)} must be True or False.")
-
-
-_ELSEWHERE = {
-    "batch_size": "global_batch",
-    "gradient_accumulation_steps": "accumulate",
-    "accumulate_grad_batches": "accumulate",
-    "mixed_precision": "precision",
-    "max_grad_norm": "clip_norm",
-    "gradient_clip_val": "clip_norm",
-    "lr_scheduler": "schedule",
-    "gradient_checkpointing": "checkpoint_activations",
-}
-"""What other libraries call an option of ours."""
-
-
-def refuse_unknown(taker: type, unknown: Mapping[str, Any]) -> None:
-    """Refuse arguments that ``taker``, :class:`Engine` or :class:`Trainer`, does not have."""
-    if not unknown:
-        return
-    taken = inspect.signature(taker).parameters.keys() - {"unknown"}
-    known = sorted(taken - {"model", "optimizer", "loss", "world"})
-    told = []
-    for name in unknown:
-        hint = ""
-        if near := difflib.get_close_matches(name, taken, n=1):
-            hint = f" Did you mean {near[0]}?"
-        elif _ELSEWHERE.get(name) in taken:
-            hint = f" It is called {_ELSEWHERE[name]} here."
-        elif name in inspect.signature(getattr(taker, "fit", taker)).parameters:
-            hint = f" Pass it to fit({name}=…)."
-        told.append(f"{taker.__name__} got an unknown argument {name}.{hint}")
-    raise TrainingError(f"{' '.join(told)} It takes {', '.join(known)}.")
 
 
 def check_call(call: Callable[..., Any], arguments: list[Any], named: Mapping[str, Any]) -> None:

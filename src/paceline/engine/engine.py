@@ -12,8 +12,9 @@ from typing import Any, Never
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.data.make_loader import loader
 from paceline.deprecation import warn_of_old_name
-from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments, refuse_unknown
+from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments
 from paceline.engine.build import build
 from paceline.engine.checks import check_model_and_options, rules_on_frozen
 from paceline.engine.evaluation import Evaluated, evaluate_batch, evaluation_mode
@@ -35,6 +36,7 @@ from paceline.options import (
     Sharding,
     TensorParallel,
 )
+from paceline.options.arguments import refuse_unknown
 from paceline.options.engine import InitialWeights, Nonfinite
 from paceline.options.engine import Precision as PrecisionName
 from paceline.options.rules import layout_in_world
@@ -121,7 +123,7 @@ class Engine(HasInternals):
         initial_weights: InitialWeights = "rank0",
         **unknown: Never,
     ) -> None:
-        refuse_unknown(Engine, unknown)
+        refuse_unknown(Engine, unknown, beside=loader)
         check_arguments(model, loss, optimizer, world)
         self.options = EngineOptions.of(
             layout=layout,

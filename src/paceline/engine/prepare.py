@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.data import Loader, Share, from_dataloader
+from paceline.data import Loader, Share
+from paceline.data import loader as make_loader
 from paceline.engine.arguments import check_model
 from paceline.engine.batch import batch_size, move, placeholder, split_into
 from paceline.engine.checks import check_optimizer
@@ -32,6 +33,7 @@ from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
 from paceline.nested import map_tensors
 from paceline.options import EngineOptions, Sharding
+from paceline.options.arguments import refuse_unknown
 from paceline.options.engine import InitialWeights
 from paceline.options.rules import layout_in_world
 from paceline.parallel.apply_layout import shard_root, spread
@@ -54,6 +56,7 @@ def prepare(
     accumulate: int | None = None,
     initial_weights: InitialWeights = "rank0",
     init: Init | None = None,
+    **unknown: Never,
 ) -> tuple[nn.Module, Optimizer, PreparedLoader | None]:
     """Spread ``model`` and ``loader`` over the world; train them by your own loop.
 
@@ -77,6 +80,7 @@ def prepare(
 
     Clipping, precision and loss averaging stay yours: :class:`paceline.Engine` does them for you.
     """
+    refuse_unknown(prepare, unknown)
     check_model(model)
     world = World.current()
     options = EngineOptions.of(
@@ -282,17 +286,17 @@ def _average(weights: _Weights, bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 def _as_loader(
-    loader: Loader | DataLoader[Any], seed: int, layout: Layout, sizes: BatchSizes
+    data: Loader | DataLoader[Any], seed: int, layout: Layout, sizes: BatchSizes
 ) -> Loader:
-    if isinstance(loader, Loader):
-        loader.follow(layout)
-        _check_sizes(loader, sizes, layout)
-        return loader
-    if isinstance(loader, DataLoader):
-        return from_dataloader(loader, seed=seed, layout=layout, **sizes.stated())
+    if isinstance(data, Loader):
+        data.follow(layout)
+        _check_sizes(data, sizes, layout)
+        return data
+    if isinstance(data, DataLoader):
+        return make_loader(data, seed=seed, layout=layout, **sizes.stated())
     raise DataError(
         f"loader must come from paceline.loader(...) or be a torch DataLoader, not "
-        f"{type(loader).__name__}."
+        f"{type(data).__name__}."
     )
 
 

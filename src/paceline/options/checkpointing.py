@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from paceline.credentials import named_key
 from paceline.errors import TrainingError
-from paceline.options.declare import Option, check, documented, renamed
+from paceline.options.arguments import documented, renamed
+from paceline.options.declare import Option, check
 
 _A_PLACE = "a folder or a URL"
 

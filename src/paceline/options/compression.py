@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from paceline.errors import TrainingError
-from paceline.options.declare import Option, check, documented
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check
 
 FORMATS = {
     "none": None,

@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from paceline.errors import TrainingError
 from paceline.layout import Layout
+from paceline.options.arguments import documented
 from paceline.options.compression import Compression
-from paceline.options.declare import Option, check, documented
+from paceline.options.declare import Option, check
 from paceline.options.local_steps import LocalSteps
 from paceline.options.pipeline import Pipelining
 from paceline.options.recompute import Recompute

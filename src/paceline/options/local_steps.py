@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from paceline.errors import TrainingError
+from paceline.options.arguments import documented
 from paceline.options.compression import Compression, Form
-from paceline.options.declare import Option, check, documented
+from paceline.options.declare import Option, check
 
 
 @documented

@@ -13,7 +13,8 @@ from paceline.layout.pipeline_schedules import (
     minimum_microbatches,
     placement,
 )
-from paceline.options.declare import Option, check, documented
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check
 
 Balance = Literal["parameters", "flops", "time"]
 

@@ -10,7 +10,8 @@ from typing import Annotated, ClassVar, Literal
 from paceline.errors import TrainingError
 from paceline.network.buckets import ONE_BUCKET
 from paceline.network.links import Link, Links
-from paceline.options.declare import Option, check, documented
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check
 
 _SIDES = ("within", "across")
 

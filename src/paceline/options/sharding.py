@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from paceline.errors import LayoutError, TrainingError
-from paceline.options.declare import Option, check, declared, documented
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check, declared
 
 STAGES = (1, 2, 3)
 

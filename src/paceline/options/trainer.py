@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from paceline.options.arguments import documented
 from paceline.options.checkpointing import Checkpointing
 from paceline.options.data import DataOptions
-from paceline.options.declare import Option, check, documented
+from paceline.options.declare import Option, check
 
 
 @documented

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.saveable import Stateful, checked_objects
-from paceline.data import Loader, from_dataloader, loader, sizes_over
+from paceline.data import Loader, loader, sizes_over
 from paceline.engine import Engine
-from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments, refuse_unknown
+from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments
 from paceline.engine.checks import check_rules_match
 from paceline.engine.loss import LossFunction
 from paceline.errors import CheckpointError, DataError, TrainingError
@@ -41,6 +41,7 @@ from paceline.options import (
     TensorParallel,
     TrainerOptions,
 )
+from paceline.options.arguments import refuse_unknown
 from paceline.options.engine import InitialWeights, Nonfinite
 from paceline.options.engine import Precision as PrecisionName
 from paceline.options.rules import layout_in_world
@@ -143,7 +144,7 @@ class Trainer(TrainerBase):
         initial_weights: InitialWeights = "rank0",
         **unknown: Never,
     ) -> None:
-        refuse_unknown(Trainer, unknown)
+        refuse_unknown(Trainer, unknown, beside=Trainer.fit)
         check_arguments(model, loss, optimizer)
         self.engine_options = EngineOptions.of(
             layout=layout,
@@ -209,6 +210,7 @@ class Trainer(TrainerBase):
         nproc: int | None = None,
         resume: bool = False,
         max_restarts: int | None = None,
+        **unknown: Never,
     ) -> History:
         """Train on ``train`` for ``epochs`` or ``steps``, evaluating on ``val``.
 
@@ -223,6 +225,7 @@ class Trainer(TrainerBase):
         them, saves a checkpoint where there is a ``run_dir``, and raises ``KeyboardInterrupt``, or
         after SIGTERM ``SystemExit`` (143 where the signal came, 75 on the other ranks).
         """
+        refuse_unknown(Trainer.fit, unknown, beside=Trainer)
         check_length(epochs, steps)
         self._check_folder(resume)
         self._check_uses_of_val(val)
@@ -365,7 +368,7 @@ class Trainer(TrainerBase):
         options = self.data
         if isinstance(data, DataLoader):
             streamed = isinstance(data.dataset, IterableDataset)
-            return from_dataloader(
+            return loader(
                 data,
                 **stated,
                 seed=self.seed,

@@ -1,11 +1,38 @@
-"""Checks of a loader's arguments, with the messages they give."""
+"""The arguments of a loader, and what is wrong with one."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import DataError
+from paceline.layout import Layout
+from paceline.layout.batch import BatchSizes
+
+
+@dataclass(frozen=True)
+class LoaderArguments:
+    """What :func:`paceline.loader` was asked for, beside the data."""
+
+    sizes: BatchSizes
+    seed: int
+    shuffle: bool | None
+    drop_last: bool | None
+    workers: int | None
+    pin_memory: bool | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    rank: int | None
+    size: int | None
+    layout: str | Layout | None
+    sharded_by_rank: bool
+    compare: bool
+
+    def __post_init__(self) -> None:
+        for name in ("shuffle", "drop_last", "pin_memory", "sharded_by_rank", "compare"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise DataError(f"{name}={value!r} must be True or False.")
 
 
 def whole_number(name: str, value: Any, least: int, meaning: str) -> int:
@@ -35,13 +62,6 @@ def check_seed(seed: Any) -> int:
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise DataError(f"seed={seed!r} must be a whole number, like 0.")
     return seed
-
-
-def check_flags(**flags: Any) -> None:
-    """Raise :class:`DataError` unless each is True, False or ``None``."""
-    for name, value in flags.items():
-        if value is not None and not isinstance(value, bool):
-            raise DataError(f"{name}={value!r} must be True or False.")
 
 
 def check_workers(workers: Any) -> int:
