@@ -244,7 +244,13 @@ def test_the_command_prints_and_draws(
     picture = tmp_path / "zbv.svg"
     status, printed, _ = run("zbv", "--stages", "4", "--microbatches", "4", "--svg", str(picture))
     assert status == 0
-    assert printed.startswith(build_schedule("zbv", 2, 4).table())
+    table = build_schedule("zbv", 2, 4).table()
+    assert printed.startswith(table)
+    legend = printed.removeprefix(table).split()
+    assert "F = forward, I = input gradient, W = weight gradient" in " ".join(legend)
+    assert "B = backward" in (shown := run("1f1b", "--ranks", "2")[1])
+    assert "weight gradient" not in shown, "only what it uses"
+    assert run("--help")[1].count("forward") >= 2
     assert picture.read_text(encoding="utf-8") == build_schedule("zbv", 2, 4).svg()
     status, _, problem = run("1f1b", "--ranks", "4", "--microbatches", "2")
     assert status == 2

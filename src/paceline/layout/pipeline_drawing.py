@@ -65,6 +65,16 @@ def caption(schedule: _Schedule) -> str:
     )
 
 
+def legend(schedule: _Schedule) -> str:
+    """What the letters and numbers of :func:`draw_text` stand for, in two lines."""
+    kinds = ", ".join(f"{kind} = {_NAMES[kind]}" for kind in _kinds(schedule))
+    return (
+        f"{kinds}, ... = idle; 0F2 = stage 0, forward, microbatch 2\n"
+        "bubble = share of the time that ranks idle; live = microbatches whose activations a rank "
+        "holds"
+    )
+
+
 def draw_text(schedule: _Schedule, columns: int) -> str:
     """See :meth:`Schedule.table`."""
     unit, exact = _unit(schedule, columns)
@@ -216,6 +226,7 @@ def write_png(schedule: _Schedule, path: str | Path) -> None:
         Patch(color=_colours(schedule, Action(0, kind, 0))[0], label=_NAMES[kind])
         for kind in _kinds(schedule)
     ]
+    patches.append(Patch(color="#eeeeee", label="idle"))
     figure.legend(handles=patches, loc="lower center", ncols=len(patches), frameon=False)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, format="png")
