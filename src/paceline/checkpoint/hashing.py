@@ -193,7 +193,7 @@ def hash_blocks(
 
 
 def make_digest(name: str = "xxh3", key: str | None = None) -> Digest:
-    """The way to hash that a config or a caller asks for; ``key`` as :func:`read_key` takes it."""
+    """The way to hash that a config or a caller asks for; ``key`` as ``read_key`` takes it."""
     if name not in NAMES:
         raise ConfigError(f"checkpoint digest {name!r}: it is one of {', '.join(NAMES)}.")
     if key is None:

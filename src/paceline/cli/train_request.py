@@ -113,7 +113,7 @@ class TrainRequest:
             self._adjusted = {"launch.nproc=auto": words["layout"]}
 
     def check_nodes(self, config: Config) -> None:
-        """What :func:`paceline.config.check` says of the machines, where it is not asked."""
+        """What ``paceline.config.check`` says of the machines, where it is not asked."""
         problems = [text for _, text in node_problems(config)]
         if problems:
             raise ConfigError(problems)

@@ -1,6 +1,6 @@
 """What only shows when several values are looked at together, before any process starts.
 
-Each group of checks is a generator of (key to blame, text); :func:`check` runs them all.
+Each group of checks is a generator of (key to blame, text); ``check`` runs them all.
 """
 
 from __future__ import annotations

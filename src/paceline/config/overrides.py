@@ -97,7 +97,7 @@ def in_users_words(problems: Iterable[str], flags: Mapping[str, str]) -> list[st
 
 
 def parse(override: str) -> tuple[Path, Any]:
-    """``train.steps=100`` as its path and its value; raises :class:`ConfigError`."""
+    """``train.steps=100`` as its path and its value; raises ``ConfigError``."""
     key, equals, text = override.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):

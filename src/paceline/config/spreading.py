@@ -1,6 +1,6 @@
 """The sections about how a model and its gradients are spread over ranks.
 
-Each is made of the options of the same name in :mod:`paceline.options`, and gives them by
+Each is made of the options of the same name in ``paceline.options``, and gives them by
 ``options()``, which are what the engine takes.
 """
 

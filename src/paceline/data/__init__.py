@@ -1,6 +1,6 @@
 """Data: the global order, the loader that walks it, and text that every machine has.
 
-- ``make_loader``: the function :func:`loader`; ``torch_dataloader``: one made of a DataLoader.
+- ``make_loader``: the function ``loader``; ``torch_dataloader``: one made of a DataLoader.
 - ``loader``: the class, its position and its state; ``batch_shares``: each rank's share of a batch.
 - ``shuffle_order``: the order of an epoch, computed and never stored.
 - ``map_dataset``, ``custom_sampler``, ``iterable_dataset``, ``rank_sharded_stream``: the kinds of

@@ -105,7 +105,7 @@ class StreamSource(SampleSource):
         return {"seed": self.seed}
 
     def restore(self, saved: dict[str, Any]) -> LoaderPosition:
-        """The place that :meth:`save` wrote."""
+        """The place that ``save`` wrote."""
         place = LoaderPosition(**saved)
         if place.state is None:
             return place

@@ -44,7 +44,7 @@ def loader(
     IterableDataset, or a torch DataLoader.
 
     - ``per_device_batch``, ``accumulate``: instead of ``global_batch``, which they make up:
-      ``per_device_batch × data-parallel ranks × accumulate``. See :attr:`Loader.microbatch`.
+      ``per_device_batch × data-parallel ranks × accumulate``. See ``Loader.microbatch``.
     - ``shuffle``: a new order each epoch, by ``seed``; on unless switched off. Streams keep theirs.
     - ``drop_last``: leave out a last batch that is short of ``global_batch``; it is kept unless
       asked for.
@@ -86,7 +86,7 @@ def loader(
 
 
 def from_dataloader(dataloader: DataLoader[Any], **options: Any) -> Loader:
-    """The old name of :func:`loader`, for a torch DataLoader."""
+    """The old name of ``loader``, for a torch DataLoader."""
     warn_of_old_name("paceline.data.from_dataloader", "paceline.loader")
     return loader(dataloader, **options)
 

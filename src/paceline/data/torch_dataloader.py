@@ -33,7 +33,7 @@ from paceline.layout.batch import BatchSizes
 
 
 def loader_over_dataloader(dataloader: DataLoader[Any], asked: LoaderArguments) -> Loader:
-    """A loader over what ``dataloader`` reads; :func:`paceline.loader` says how."""
+    """A loader over what ``dataloader`` reads; ``paceline.loader`` says how."""
     dataset: Any = dataloader.dataset
     batches: Any = dataloader.batch_sampler  # None where the dataset makes its own batches
     plain = type(batches) is BatchSampler  # the one that DataLoader(batch_size=…) makes

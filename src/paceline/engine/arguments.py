@@ -1,4 +1,4 @@
-"""What may be passed to :class:`Engine`, :class:`Trainer`, ``prepare`` and ``verify``, by kind.
+"""What may be passed to ``Engine``, ``Trainer``, ``prepare`` and ``verify``, by kind.
 
 A wrong kind is answered here, in one sentence, before anything is built: not by an error from
 somewhere inside a step. Options check themselves (``paceline.options``); what values mean together
@@ -24,7 +24,7 @@ Schedule = Callable[[int], float] | LRScheduler
 
 
 def check_arguments(model: Any, loss: Any, optimizer: Any, world: Any = None) -> None:
-    """Refuse arguments that are not of the kind that :class:`Engine` takes."""
+    """Refuse arguments that are not of the kind that ``Engine`` takes."""
     check_model(model)
     check_loss(loss)
     check_optimizer_kind(optimizer)

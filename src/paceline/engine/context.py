@@ -22,7 +22,7 @@ from paceline.sync.replica import Replica
 
 @dataclass
 class StepContext:
-    """What one engine's steps have in common; see :func:`paceline.engine.step.run_step`."""
+    """What one engine's steps have in common; see ``paceline.engine.step.run_step``."""
 
     replica: Replica
     """The model on its layout, and how many steps it has done."""

@@ -1,6 +1,6 @@
 """The engine: a model, its loss and its optimizer on a layout. Its one verb is ``step``.
 
-The step itself is :func:`paceline.engine.step.run_step`; ``build.py`` puts the parts together.
+The step itself is ``paceline.engine.step.run_step``; ``build.py`` puts the parts together.
 """
 
 from __future__ import annotations
@@ -190,14 +190,14 @@ class Engine(HasInternals):
 
     @property
     def rank_state(self) -> RankStates:
-        """The state as each rank holds it; :class:`paceline.Checkpoints` saves and restores it."""
+        """The state as each rank holds it; ``paceline.Checkpoints`` saves and restores it."""
         return self._internals.rank_state
 
     def settle(self) -> None:
         """Wait for the last step and raise if it was not finite.
 
         On a GPU ``step`` looks at each step's loss and gradient while the next one runs. Call this
-        after the last step, or before using the parameters; :meth:`state_dict` does. In a round of
+        after the last step, or before using the parameters; ``state_dict`` does. In a round of
         local steps it waits until all replicas are through with the step; every rank must call it.
         """
         self._context.nonfinite.settle()
@@ -227,7 +227,7 @@ class Engine(HasInternals):
     def evaluate(self, batch: Any) -> list[Evaluated]:
         """This rank's share of an evaluation batch through the model, microbatch by microbatch.
 
-        To be called inside :meth:`evaluating`, by every rank. Of the ranks that share samples, one
+        To be called inside ``evaluating``, by every rank. Of the ranks that share samples, one
         gets the results, and the others none.
         """
         return evaluate_batch(self._context, batch)
@@ -244,13 +244,13 @@ class Engine(HasInternals):
         return self._sync.traffic()
 
     def measuring_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Measure the steps inside it for :meth:`memory`; on a CPU such a step is a slow one."""
+        """Measure the steps inside it for ``memory``; on a CPU such a step is a slow one."""
         return self._internals.meter.step()
 
     def memory(self) -> list[Memory]:
         """What each rank holds, in bytes, by rank: parameters, gradients, optimizer state, ….
 
-        Activations and the peak are known for a step under :meth:`measuring_memory`. Every rank
+        Activations and the peak are known for a step under ``measuring_memory``. Every rank
         must call it.
         """
         return collectives.all_gather_object(self._internals.meter.memory())
@@ -268,13 +268,13 @@ class Engine(HasInternals):
             return self._internals.state.save()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; refused where it is that of another model."""
+        """Take over what ``state_dict`` gave; refused where it is that of another model."""
         self._internals.state.load(state)
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Every parameter of the model, whole, on the CPU, whichever ranks hold its parts.
 
-        A collective, as are :meth:`whole_gradients` and :meth:`whole_buffers`.
+        A collective, as are ``whole_gradients`` and ``whole_buffers``.
         """
         return self._internals.state.parameters()
 

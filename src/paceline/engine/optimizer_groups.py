@@ -100,7 +100,7 @@ class Groups:
         return {"state": state, "param_groups": groups}
 
     def load(self, optimizer: Optimizer, held: Held, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, cut to what this rank holds."""
+        """Take over what ``state_dict`` gave, cut to what this rank holds."""
         state = {
             parameter: {
                 key: _part(value, parameter) for key, value in saved["state"][number].items()

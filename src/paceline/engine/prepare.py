@@ -72,13 +72,13 @@ def prepare(
     The returned loader yields this rank's share of each global batch, on its device. A torch
     ``DataLoader``'s batch size is taken as the *global* batch, or with ``per_device_batch`` as that
     of each data-parallel rank. ``seed`` orders its samples. With ``accumulate`` the loader yields
-    each share in that many parts: see :class:`PreparedLoader`.
+    each share in that many parts: see ``PreparedLoader``.
 
     All ranks start from the parameters and buffers that rank 0 has built; with
     ``initial_weights="own"`` every rank keeps its own. A model from the meta device gets its values
-    by ``init(module)``, as with :class:`paceline.Engine`.
+    by ``init(module)``, as with ``paceline.Engine``.
 
-    Clipping, precision and loss averaging stay yours: :class:`paceline.Engine` does them for you.
+    Clipping, precision and loss averaging stay yours: ``paceline.Engine`` does them for you.
     """
     refuse_unknown(prepare, unknown)
     check_model(model)
@@ -159,7 +159,7 @@ def _drive(
     world: World,
     loader: PreparedLoader | None,
 ) -> None:
-    """Have the hooks of a sharded model do what :class:`paceline.Engine` does around a step."""
+    """Have the hooks of a sharded model do what ``paceline.Engine`` does around a step."""
     weights = _Weights(loader, world.size)
     syncing = True
     parameters = list(model.parameters())
@@ -210,8 +210,8 @@ class _Weighted(torch.autograd.Function):
 class PreparedLoader:
     """A loader for a hand-written loop: batches on the device, never without a sample.
 
-    With ``accumulate`` parts to a step, multiply each loss by :attr:`weight`, have all backwards
-    but that of the part which :attr:`ends_step` under ``model.no_sync()``, and step the optimizer
+    With ``accumulate`` parts to a step, multiply each loss by ``weight``, have all backwards
+    but that of the part which ``ends_step`` under ``model.no_sync()``, and step the optimizer
     after that one: the gradient is that of the mean over the global batch.
     """
 

@@ -93,7 +93,7 @@ class WholeState:
         return groups.state_dict(optimizer, self._merged(own))
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`save` gave, at this or another layout."""
+        """Take over what ``save`` gave, at this or another layout."""
         context, optimizer = self._context, self._context.optimizer
         scaler = context.precision.scaler
         if self._replica.holds_whole_model:

@@ -2,7 +2,7 @@
 
 - ``script FILE ARGS…``   a script, as ``python FILE ARGS…`` would run it;
 - ``-m MODULE ARGS…``     a module, as ``python -m MODULE ARGS…`` would run it;
-- ``--call PAYLOAD``      a function that :func:`paceline.launch.local.call` put there.
+- ``--call PAYLOAD``      a function that ``paceline.launch.local.call`` put there.
 
 Around it: the rank dies with its launcher, both output streams go to one log in the order they
 were written, and an error is recorded with its traceback before the rank leaves.
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
     class Handler(ErrorHandler):
-        """Writes what :func:`paceline.launch.error_report.read` reads."""
+        """Writes what ``paceline.launch.error_report.read`` reads."""
 
         def record_exception(self, e: BaseException) -> None:
             _write_error(e)

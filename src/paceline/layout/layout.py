@@ -140,12 +140,12 @@ class Layout:
         return Coordinate(pp=pp, dp=dp, cp=cp, tp=tp)
 
     def place(self, rank: int) -> Coordinate:
-        """The old name of :meth:`coordinate`."""
+        """The old name of ``coordinate``."""
         warn_of_old_name("Layout.place", "coordinate")
         return self.coordinate(rank)
 
     def check_world(self, world_size: int) -> None:
-        """Raise :class:`LayoutError` unless this layout needs exactly ``world_size`` ranks."""
+        """Raise ``LayoutError`` unless this layout needs exactly ``world_size`` ranks."""
         if self.world_size != world_size:
             product = " × ".join(
                 f"{axis}={getattr(self, axis)}"

@@ -66,7 +66,7 @@ def minimum_microbatches(name: str, pp: int, stages_per_rank: int | None = None)
 def check_schedule(
     name: str, pp: int, microbatches: int, stages_per_rank: int | None = None
 ) -> None:
-    """Raise :class:`LayoutError` with the numbers and the rule unless the schedule can run."""
+    """Raise ``LayoutError`` with the numbers and the rule unless the schedule can run."""
     stages = _stages_per_rank(name, pp, stages_per_rank)
     _check_count("microbatches", microbatches)
     least = minimum_microbatches(name, pp, stages)
@@ -87,7 +87,7 @@ def check_schedule(
 
 
 def check_size(name: str, pp: int, microbatches: int, stages_per_rank: int | None = None) -> None:
-    """Raise :class:`LayoutError` unless the whole table can be made and looked at."""
+    """Raise ``LayoutError`` unless the whole table can be made and looked at."""
     stages = pp * _stages_per_rank(name, pp, stages_per_rank)
     if pp > MOST_RANKS:
         raise LayoutError(
@@ -127,7 +127,7 @@ class Costs:
         return float(cost if isinstance(cost, int | float) else cost[action.stage])
 
     def check(self, stages: int) -> None:
-        """Raise :class:`LayoutError` unless there is a cost for each of ``stages``."""
+        """Raise ``LayoutError`` unless there is a cost for each of ``stages``."""
         for name in (f.name for f in fields(self)):
             cost = getattr(self, name)
             values = [cost] if isinstance(cost, int | float) else list(cost)
@@ -152,7 +152,7 @@ _COST_OF = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank does and when: made by :func:`build_schedule`."""
+    """What each rank does and when: made by ``build_schedule``."""
 
     name: str
     pp: int

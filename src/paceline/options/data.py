@@ -13,7 +13,7 @@ from paceline.options.declare import Option, check
 @documented
 @dataclass(frozen=True)
 class DataOptions:
-    """How batches are drawn; :func:`paceline.loader` explains each."""
+    """How batches are drawn; ``paceline.loader`` explains each."""
 
     config_section: ClassVar[str] = "data"
 

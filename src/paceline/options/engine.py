@@ -1,4 +1,4 @@
-"""The options of :class:`paceline.Engine`, which :class:`paceline.Trainer` takes as well."""
+"""The options of ``paceline.Engine``, which ``paceline.Trainer`` takes as well."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_CLIPPING = "a number greater than 0, or None for no clipping"
 @documented
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine trains, in full: :meth:`of` makes it from what a caller wrote.
+    """How an engine trains, in full: ``of`` makes it from what a caller wrote.
 
     Types are given without torch, so that a config can be checked before torch is imported.
     """
@@ -204,5 +204,5 @@ class EngineOptions:
         return getattr(self, name)
 
     def arguments(self) -> dict[str, Any]:
-        """The options by name, as :class:`paceline.Engine` takes them."""
+        """The options by name, as ``paceline.Engine`` takes them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

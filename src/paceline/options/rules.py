@@ -326,7 +326,7 @@ def clash(settings: Sequence[str]) -> str:
 def layout_in_world(options: EngineOptions, world_size: int, *, own_loop: bool = False) -> Layout:
     """The layout that ``options`` ask for in a world of ``world_size`` ranks.
 
-    Raises :class:`LayoutError` where it is not sound: first for what no number of ranks would
+    Raises ``LayoutError`` where it is not sound: first for what no number of ranks would
     mend, then for the number of ranks.
     """
     check_rules(Combination(Layout.smallest(options.layout), options, own_loop))
@@ -337,7 +337,7 @@ def layout_in_world(options: EngineOptions, world_size: int, *, own_loop: bool =
 
 
 def check_rules(case: Combination) -> None:
-    """Raise :class:`LayoutError` for a case that breaks a rule."""
+    """Raise ``LayoutError`` for a case that breaks a rule."""
     if (found := broken_rule(case)) is not None:
         rule, reason = found
         told = clash([case.words(setting) for setting in rule.settings])

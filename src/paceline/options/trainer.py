@@ -1,4 +1,4 @@
-"""The options of :class:`paceline.Trainer` beside those of its engine."""
+"""The options of ``paceline.Trainer`` beside those of its engine."""
 
 from __future__ import annotations
 

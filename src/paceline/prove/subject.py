@@ -89,7 +89,7 @@ def given(
     data_options: DataOptions,
     options: dict[str, Any],
 ) -> bytes:
-    """The payload of what a caller of :func:`paceline.verify` passed."""
+    """The payload of what a caller of ``paceline.verify`` passed."""
     check_loss(loss)
     check_optimizer_kind(optimizer)
     if not isinstance(model, nn.Module):

@@ -1,4 +1,4 @@
-"""What :class:`Trainer` and its ``fit`` refuse before anything is built."""
+"""What ``Trainer`` and its ``fit`` refuse before anything is built."""
 
 from __future__ import annotations
 

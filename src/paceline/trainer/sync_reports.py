@@ -17,7 +17,7 @@ _NAMED = 3
 
 
 class WireReports:
-    """Every rank calls :meth:`after` after each step; now and then that is a collective.
+    """Every rank calls ``after`` after each step; now and then that is a collective.
 
     Replicas that train alone are not made to wait: they report when they meet.
     """

@@ -70,7 +70,7 @@ class Trainer(TrainerBase):
     """Trains a model on a dataset, on whatever world it is started in.
 
     ``model``, ``loss``, ``optimizer`` and what is not listed here (``layout``, ``precision``,
-    ``clip_norm``, …) are those of :class:`paceline.Engine`.
+    ``clip_norm``, …) are those of ``paceline.Engine``.
 
     Args:
         global_batch: Samples per optimizer step, over all ranks. In Python not needed where the
@@ -214,7 +214,7 @@ class Trainer(TrainerBase):
     ) -> History:
         """Train on ``train`` for ``epochs`` or ``steps``, evaluating on ``val``.
 
-        Both may be a dataset, a torch ``DataLoader`` or a :class:`paceline.data.Loader`. Started
+        Both may be a dataset, a torch ``DataLoader`` or a ``paceline.data.Loader``. Started
         by a launcher, the process joins its world; started by hand it trains alone, or with
         ``nproc`` brings up that many ranks, waits for them, and takes over what they learned. Ranks
         that die, or hang, are then started again up to ``max_restarts`` times in a row, from the

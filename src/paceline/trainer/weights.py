@@ -51,7 +51,8 @@ def load_weights(
             best by; or the number of a step.
         strict: refuse weights that the checkpoint lacks or the model does not have. Without it
             those are left as they are. Shapes have to agree either way.
-        metric, mode: another metric for ``"best"``, and whether ``"min"`` or ``"max"`` is better.
+        metric: another metric for ``"best"``.
+        mode: with ``metric``, whether ``"min"`` or ``"max"`` is better.
         follow: go where the run's config says that its checkpoints are, also to other hosts.
         key: take only what was written with this key, ``env:NAME`` or ``file:/path``.
 

@@ -108,7 +108,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def from_bytes(
     data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """The reverse of :func:`as_bytes`; ``data`` must own its memory from its first byte."""
+    """The reverse of ``as_bytes``; ``data`` must own its memory from its first byte."""
     return data.view(dtype).reshape(shape).to(device)
 
 

@@ -111,7 +111,7 @@ def export_weights(
     follow: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the weights in one of :data:`FORMATS`; see the functions for each.
+    """Write the weights in one of ``FORMATS``; see the functions for each.
 
     Without a ``format`` the end of ``target``'s name decides.
     """

@@ -57,7 +57,7 @@ _NAMES = {
 
 
 def find_plant(name: str) -> Plant:
-    """The bug ``name``; raises :class:`ConfigError` where there is none of that name."""
+    """The bug ``name``; raises ``ConfigError`` where there is none of that name."""
     if name not in PLANTS:
         raise ConfigError(f"plant {name!r} is not one of {', '.join(PLANTS)}")
     return PLANTS[name]
@@ -66,7 +66,7 @@ def find_plant(name: str) -> Plant:
 def check_plant(
     plant: Plant, cases: Sequence[Case], *, clip_norm: float | None, global_batch: int
 ) -> None:
-    """Raise :class:`ConfigError` where a bug could not show on one of ``cases``."""
+    """Raise ``ConfigError`` where a bug could not show on one of ``cases``."""
     problems = []
     if plant.clipping and clip_norm is None:
         problems.append(f"plant {plant.name!r} needs clipping: set clip_norm (train.clip_norm)")
