@@ -504,7 +504,7 @@ WRONG = {
     "policy": (
         TrainingError,
         lambda: paceline.Engine(linear(), optimizer=from_parameters, nonfinite="warn"),
-        "nonfinite='warn' must be 'stop', 'skip' or 'ignore'.",
+        "nonfinite='warn' must be one of stop, skip, ignore.",
     ),
     "precision": (
         TrainingError,

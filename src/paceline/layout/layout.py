@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from paceline.deprecation import warn_of_old_name
 from paceline.errors import LayoutError
+from paceline.formatting import one_of
 
 MOST_RANKS = 1_000_000
 """The largest world that a layout is made for: beyond all machines, and soon counted through."""
@@ -187,7 +188,7 @@ def read_degrees(text: str) -> dict[str, int]:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise LayoutError(
-                f"layout {text!r}: {name!r} is not one of {', '.join(names)}.{hint} "
+                f"layout {text!r}: {name!r} must be {one_of(names)}.{hint} "
                 'Write it like "dp=4,tp=2".'
             )
         if not equals or not _WHOLE.fullmatch(value):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import paceline.layout.pipeline_orders as orders
 from paceline.errors import LayoutError
+from paceline.formatting import one_of
 from paceline.layout.layout import shown_number
 from paceline.layout.pipeline_drawing import draw_svg, draw_text
 from paceline.layout.pipeline_orders import (
@@ -307,7 +308,7 @@ def _kind(name: str) -> _Kind:
     if name not in _KINDS:
         near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise LayoutError(f"schedule {name!r} is not one of {', '.join(SCHEDULES)}.{hint}")
+        raise LayoutError(f"schedule {name!r} must be {one_of(SCHEDULES)}.{hint}")
     return _KINDS[name]
 
 

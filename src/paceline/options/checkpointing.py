@@ -108,7 +108,6 @@ class Checkpointing:
         Literal["xxh3", "blake2b"],
         Option(
             "How bytes are hashed: xxh3 is fast and finds damage, blake2b is a cryptographic hash.",
-            must="one of xxh3, blake2b",
         ),
     ] = "xxh3"
     digest_key: Annotated[

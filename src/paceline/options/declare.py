@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union
 
 from paceline.errors import TrainingError
+from paceline.formatting import one_of
 
 T = TypeVar("T")
 _SHOWN = 60
@@ -170,8 +171,7 @@ def _is_within(value: float, bounds: Mapping[str, float]) -> bool:
 
 def _in_words(kind: Any, option: Option) -> str:
     if typing.get_origin(kind) is Literal:
-        *others, last = map(repr, typing.get_args(kind))
-        return f"{', '.join(others)} or {last}" if others else last
+        return one_of(typing.get_args(kind))
     if kind is bool:
         return "True or False"
     if kind in (int, float):

@@ -58,7 +58,6 @@ class EngineOptions:
         Option(
             "Number format of the forward and backward pass: fp32, bf16 or fp16 (autocast; fp16 "
             "with a gradient scaler), or fp64, in which the whole model computes.",
-            must="one of fp32, bf16, fp16, fp64",
         ),
     ] = "fp32"
     clip_norm: Annotated[

@@ -31,7 +31,6 @@ class Reduction:
         Option(
             "Sum within each node first, then across nodes, where several ranks share a node and "
             "there are several nodes; auto: where that is faster.",
-            must="auto, always or never",
         ),
     ] = "auto"
     links: Annotated[

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from paceline.errors import LayoutError, TrainingError
+from paceline.formatting import one_of
 from paceline.options.arguments import documented
 from paceline.options.declare import Option, check, declared
 
@@ -44,7 +45,6 @@ class Sharding:
         Option(
             "Gather and compute parameters in this format. The optimizer holds them in float32, "
             "and gradients are summed in float32.",
-            must="one of bf16, fp16",
         ),
     ] = None
     offload: Annotated[
@@ -52,7 +52,6 @@ class Sharding:
         Option(
             "What lives in the CPU's memory: the parameters with their gradients and the "
             "optimizer's state, or that state alone.",
-            must="one of parameters, optimizer",
         ),
     ] = None
 
@@ -65,7 +64,7 @@ class Sharding:
     def check(self, stage: int, shards: int, zero_bubble: bool = False) -> None:
         """Refuse what ``zero=stage`` over ``shards`` ranks cannot do."""
         if stage not in STAGES:
-            raise LayoutError(f"sharding: zero={stage} must be one of 1, 2, 3.")
+            raise LayoutError(f"sharding: zero={stage} must be {one_of(STAGES)}.")
         if self.reshard is not None and stage != 3:
             raise TrainingError(
                 f"sharding: reshard={self.reshard!r} needs zero=3. With zero={stage} parameters "

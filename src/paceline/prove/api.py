@@ -15,6 +15,7 @@ from paceline.engine.arguments import OptimizerFactory
 from paceline.engine.loss import LossFunction
 from paceline.engine.precision import PRECISIONS
 from paceline.errors import ConfigError, TrainingError
+from paceline.formatting import one_of
 from paceline.layout import Layout
 from paceline.options import DataOptions
 from paceline.prove.cases import Case, parse_cases
@@ -79,7 +80,7 @@ def verify(
     _check_numbers(steps=steps, global_batch=batch)
     precision = options.get("precision", "fp64")
     if precision not in PRECISIONS:
-        raise TrainingError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}.")
+        raise TrainingError(f"precision={precision!r} must be {one_of(PRECISIONS)}.")
     if (microbatch := options.get("microbatch")) is not None:
         _check_numbers(microbatch=microbatch)
     cases = parse_cases(

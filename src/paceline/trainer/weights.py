@@ -93,7 +93,7 @@ def _check_arguments(model: Any, where: Any, which: Any, strict: Any) -> None:
     is_step = isinstance(which, int) and not isinstance(which, bool) and which >= 0
     if not is_step and which not in ("best", "last"):
         raise TrainingError(
-            f"load_weights: which={which!r} must be 'best', 'last' or the number of a step."
+            f"load_weights: which={which!r} must be one of last, best, or the number of a step."
         )
     if not isinstance(strict, bool):
         raise TrainingError(f"load_weights: strict={strict!r} must be True or False.")

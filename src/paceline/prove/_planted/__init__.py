@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.formatting import one_of
 from paceline.prove._planted import data_parallel, model_parallel
 from paceline.prove.cases import Case
 
@@ -59,7 +60,7 @@ _NAMES = {
 def find_plant(name: str) -> Plant:
     """The bug ``name``; raises ``ConfigError`` where there is none of that name."""
     if name not in PLANTS:
-        raise ConfigError(f"plant {name!r} is not one of {', '.join(PLANTS)}")
+        raise ConfigError(f"plant {name!r} must be {one_of(PLANTS)}")
     return PLANTS[name]
 
 
