@@ -20,7 +20,7 @@ from paceline.options.declare import shown
 from paceline.world import World
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-Schedule = Callable[[int], float] | LRScheduler
+LRSchedule = Callable[[int], float] | LRScheduler
 
 
 def check_arguments(model: Any, loss: Any, optimizer: Any, world: Any = None) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from paceline.data.make_loader import loader
 from paceline.deprecation import warn_of_old_name
-from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments
+from paceline.engine.arguments import LRSchedule, OptimizerFactory, check_arguments
 from paceline.engine.build import build
 from paceline.engine.checks import check_model_and_options, rules_on_frozen
 from paceline.engine.evaluation import Evaluated, evaluate_batch, evaluation_mode
@@ -104,7 +104,7 @@ class Engine(HasInternals):
         precision: PrecisionName = "fp32",
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        schedule: Schedule | None = None,
+        schedule: LRSchedule | None = None,
         compile: bool = False,
         nonfinite: Nonfinite = "stop",
         sync_batchnorm: bool = False,

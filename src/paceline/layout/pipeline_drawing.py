@@ -31,7 +31,7 @@ _HUES = {FORWARD: 212, BACKWARD: 145, INPUT_GRAD: 172, WEIGHT_GRAD: 40}
 
 
 class _Schedule(Protocol):
-    """What is drawn: a ``paceline.layout.pipeline_schedules.Schedule``."""
+    """What is drawn: a ``paceline.layout.pipeline_schedules.PipelineSchedule``."""
 
     @property
     def name(self) -> str: ...
@@ -76,7 +76,7 @@ def legend(schedule: _Schedule) -> str:
 
 
 def draw_text(schedule: _Schedule, columns: int) -> str:
-    """See ``Schedule.table``."""
+    """See ``PipelineSchedule.table``."""
     unit, exact = _unit(schedule, columns)
     width = max(len(str(t.action)) for rank in schedule.ranks for t in rank) + 1
     lines = [caption(schedule)]
@@ -114,7 +114,7 @@ def _unit(schedule: _Schedule, columns: int) -> tuple[float, bool]:
 
 
 def draw_svg(schedule: _Schedule) -> str:
-    """See ``Schedule.svg``."""
+    """See ``PipelineSchedule.svg``."""
     left, top, row, gap = 70, 46, 30, 6
     span = schedule.makespan or 1.0
     shortest = min(

@@ -152,7 +152,7 @@ _COST_OF = {
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """What each rank does and when: made by ``build_schedule``."""
 
     name: str
@@ -215,7 +215,7 @@ def build_schedule(
     microbatches: int,
     stages_per_rank: int | None = None,
     costs: Costs | None = None,
-) -> Schedule:
+) -> PipelineSchedule:
     """The schedule ``name`` over ``pp`` ranks, each action as early as its inputs and rank allow.
 
     The order of each rank is the one ``torch.distributed.pipelining`` executes.
@@ -229,7 +229,9 @@ def build_schedule(
     order = _kind(name).order
     plan = [order(rank, pp, microbatches, held[rank]) for rank in range(pp)]
     ranks = _simulate(plan, held, costs)
-    return Schedule(name, pp, microbatches, stages, costs, tuple(tuple(rank) for rank in ranks))
+    return PipelineSchedule(
+        name, pp, microbatches, stages, costs, tuple(tuple(rank) for rank in ranks)
+    )
 
 
 def _simulate(plan: list[list[Group]], held: list[list[int]], costs: Costs) -> list[list[Timed]]:

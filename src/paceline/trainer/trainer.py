@@ -17,7 +17,7 @@ from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.saveable import Stateful, checked_objects
 from paceline.data import Loader, loader, sizes_over
 from paceline.engine import Engine
-from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments
+from paceline.engine.arguments import LRSchedule, OptimizerFactory, check_arguments
 from paceline.engine.checks import check_rules_match
 from paceline.engine.loss import LossFunction
 from paceline.errors import CheckpointError, DataError, TrainingError
@@ -125,7 +125,7 @@ class Trainer(TrainerBase):
         precision: PrecisionName = "fp32",
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        schedule: Schedule | None = None,
+        schedule: LRSchedule | None = None,
         compile: bool = False,
         nonfinite: Nonfinite = "stop",
         sync_batchnorm: bool = False,
