@@ -187,7 +187,7 @@ def test_least_microbatches_are_enough_and_one_less_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1F1B", 2, 4), "not one of gpipe.*Did you mean '1f1b'"),
+        (("1F1B", 2, 4), "must be one of gpipe.*Did you mean '1f1b'"),
         (("1f1b", 4, 3), "microbatches=3.*at least one for each of its 4 stages"),
         (("1f1b", 4, 8, 2), "exactly 1 stage a rank, but stages_per_rank=2.*interleaved-1f1b"),
         (("zbv", 4, 8, 3), "exactly 2 stages a rank, but stages_per_rank=3"),
