@@ -46,6 +46,8 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (trainer, "max_epochs", "Pass it to fit(epochs=…)."),
     (trainer, "num_workers", "Pass data=paceline.DataOptions(workers=…)."),
     (trainer, "workers", "Pass data=paceline.DataOptions(workers=…)."),
+    (trainer, "default_root_dir", "It is called run_dir here."),
+    (trainer, "save_top_k", "Pass checkpoint=paceline.Checkpointing(keep_best=…)."),
     (trainer, "save_steps", "Pass checkpoint=paceline.Checkpointing(every=…)."),
     (trainer, "eval_steps", "Pass evaluation=paceline.Evaluation(every=…)."),
     (trainer, "learning_rate", "It is the optimizer's: pass it where you make that."),

@@ -110,7 +110,7 @@ class PipelineSection(OptionsSection):
 
 
 class CompressSection(OptionsSection):
-    """In which form gradients travel; see docs/guides/compression.md."""
+    """The format in which gradients are sent; see docs/guides/compression.md."""
 
     format: Format = _compress("format")
     error_feedback: bool | None = _compress("error_feedback")
@@ -126,7 +126,7 @@ class CompressSection(OptionsSection):
 
 
 class LocalStepsSection(OptionsSection):
-    """Replicas that train alone and meet every so often; see docs/guides/local-steps.md."""
+    """Replicas that train alone and synchronise every so often; see docs/guides/local-steps.md."""
 
     every: int | None = _local("every", default=None, note="null: all ranks step together.")
     method: Literal["average", "diloco"] = _local("method")

@@ -85,11 +85,12 @@ class Engine(HasInternals):
         max_memory: With a device map: how much of each device it may use, such as {'cuda:0':
             '20GiB'}.
         init: Called with each module of a model from the meta device, to give it values.
-        compress: In which form gradients travel between data-parallel ranks, such as int8.
-        local_steps: Data-parallel ranks train alone for this many steps and then meet.
+        compress: The format in which data-parallel ranks send each other gradients, such as
+            int8.
+        local_steps: Data-parallel ranks train alone for this many steps and then synchronise.
         reduction: How gradients are summed over the ranks.
-        initial_weights: What ranks start from: the model that rank 0 has built, or each its
-            own.
+        initial_weights: What ranks start from: rank0, the model that rank 0 has built, or own,
+            what each has built.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class DataOptions:
     ] = 0
     shuffle: Annotated[
         bool | None,
-        Option("Draw the training samples in random order. Data that is a stream keeps its own."),
+        Option("Shuffle the training samples. A stream keeps its own order."),
     ] = None
     drop_last: Annotated[bool, Option("Leave out the last, short batch of an epoch.")] = False
     pin_memory: Annotated[

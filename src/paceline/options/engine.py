@@ -154,11 +154,11 @@ class EngineOptions:
     ] = None
     compress: Annotated[
         Compression | None,
-        Option("In which form gradients travel between data-parallel ranks, such as int8."),
+        Option("The format in which data-parallel ranks send each other gradients, such as int8."),
     ] = None
     local_steps: Annotated[
         LocalSteps | None,
-        Option("Data-parallel ranks train alone for this many steps and then meet."),
+        Option("Data-parallel ranks train alone for this many steps and then synchronise."),
     ] = None
     reduction: Annotated[Reduction, Option("How gradients are summed over the ranks.")] = (
         Reduction()
@@ -166,7 +166,8 @@ class EngineOptions:
     initial_weights: Annotated[
         InitialWeights,
         Option(
-            "What ranks start from: the model that rank 0 has built, or each its own.",
+            "What ranks start from: rank0, the model that rank 0 has built, or own, what each "
+            "has built.",
             must="'rank0' (every rank takes over rank 0's model) or 'own' (every rank keeps what "
             "it has built)",
         ),

@@ -44,8 +44,7 @@ class Pipelining:
     balance: Annotated[
         Balance,
         Option(
-            "What the heaviest stage is to have as little of as can be: parameters, flops, or "
-            "measured time."
+            "What an automatic cut evens out between stages: parameters, flops, or measured time."
         ),
     ] = "parameters"
     stages_per_rank: Annotated[
@@ -55,8 +54,8 @@ class Pipelining:
     microbatches: Annotated[
         int | None,
         Option(
-            "How many microbatches a step runs. None: as many as the bound on a microbatch makes, "
-            "or the schedule needs.",
+            "How many microbatches a step runs. None: as many as microbatch makes, and no "
+            "fewer than the schedule needs.",
             ge=1,
         ),
     ] = None

@@ -36,16 +36,16 @@ class Reduction:
     links: Annotated[
         Mapping[str, str | Link] | None,
         Option(
-            "What lies between ranks, for auto to reckon with: {within: 10 Gbit/s 0.05 ms, across: "
-            "100 Mbit/s 5 ms}. None: measured where that is needed.",
+            "The links between ranks, for auto to calculate with: {within: 10 Gbit/s 0.05 ms, "
+            "across: 100 Mbit/s 5 ms}. None: measured when needed.",
             must="a dict such as {'within': '10 Gbit/s 0.05 ms', 'across': '100 Mbit/s 5 ms'}",
         ),
     ] = None
     bucket_mib: Annotated[
         float | Literal["tuned"] | None,
         Option(
-            "MiB of gradients that leave in one message while the backward goes on; tuned: the "
-            "best size, found from the first steps. None: torch's own 25.",
+            "MiB of gradients in one message (bucket), sent while the backward goes on; "
+            "tuned: the best size, found in the first steps. None: torch's 25.",
             gt=0,
             lt=math.inf,
             must="a number of MiB above 0, 'tuned', or None for torch's own 25",
@@ -53,7 +53,7 @@ class Reduction:
     ] = None
     overlap: Annotated[
         bool,
-        Option("Send while the backward goes on. False: all leaves together, after it."),
+        Option("Send gradients while the backward goes on. False: all at once, after it."),
     ] = True
 
     def __post_init__(self) -> None:

@@ -33,8 +33,9 @@ class Sharding:
     reshard: Annotated[
         bool | int | None,
         Option(
-            "With zero=3: whether a unit lets go of its whole parameters between forward and "
-            "backward. A number keeps them cut over that many ranks meanwhile. None: yes.",
+            "With zero=3: whether a unit frees its gathered parameters between forward and "
+            "backward. A number keeps them sharded over that many ranks in between. None: "
+            "yes.",
             ge=2,
             must="True, False, or a number of ranks from 2 up over which parameters stay cut "
             "between forward and backward",
@@ -50,8 +51,8 @@ class Sharding:
     offload: Annotated[
         Literal["parameters", "optimizer"] | None,
         Option(
-            "What lives in the CPU's memory: the parameters with their gradients and the "
-            "optimizer's state, or that state alone.",
+            "What is kept in CPU memory: parameters (with their gradients and the optimizer "
+            "state), or optimizer, that state alone.",
         ),
     ] = None
 

@@ -58,9 +58,9 @@ class TrainerOptions:
     per_device_batch: Annotated[
         int | None,
         Option(
-            "Instead of global_batch: samples per forward pass on one rank. global_batch is then "
-            "per_device_batch × data-parallel ranks × accumulate. A run that goes on with other "
-            "ranks keeps the global batch it began with.",
+            "Instead of global_batch: samples per forward pass on one rank. global_batch is "
+            "then per_device_batch × data-parallel ranks × accumulate. A run that is resumed "
+            "on another number of ranks keeps the global batch it began with.",
             key="batch.per_device_batch",
             ge=1,
         ),
@@ -82,7 +82,11 @@ class TrainerOptions:
         ),
     ] = None
     seed: Annotated[
-        int, Option("Decides the order of samples, dropout and all else that is drawn.", ge=0)
+        int,
+        Option(
+            "The seed of the order of samples, of dropout and of everything else that is random.",
+            ge=0,
+        ),
     ] = 0
     metrics: Annotated[
         Mapping[str, Any] | None,
