@@ -13,9 +13,9 @@ import paceline.config.yaml_file as yaml_file
 from paceline.config.bounds import check_bounds
 from paceline.config.checks import check
 from paceline.config.keys import nearest
+from paceline.config.parallelism import spelled_out
 from paceline.config.schema import Config
 from paceline.config.sources import Path, Sources
-from paceline.config.spreading import spelled_out
 from paceline.config.validate import validate
 from paceline.config.values import found
 from paceline.errors import ConfigError

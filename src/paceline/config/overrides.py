@@ -8,8 +8,8 @@ from typing import Any
 
 import paceline.config.yaml_file as yaml_file
 from paceline.config.keys import is_secret
+from paceline.config.parallelism import spelled_out
 from paceline.config.sources import Path, Sources
-from paceline.config.spreading import spelled_out
 from paceline.config.values import found
 from paceline.errors import ConfigError
 from paceline.masking import MASK, is_reference, masked, says_secret, shown

@@ -16,12 +16,12 @@ from paceline.engine.learning_rate import LearningRate
 from paceline.engine.loss import LossFunction, LossModule
 from paceline.engine.memory import MemoryMeter
 from paceline.engine.microbatches import Microbatches
+from paceline.engine.model_setup import ModelSetup
 from paceline.engine.nonfinite import NonFiniteCheck
 from paceline.engine.optimizer_groups import Groups
 from paceline.engine.precision import Precision
 from paceline.engine.rank_state import RankStates
 from paceline.engine.same_batches import SameBatches
-from paceline.engine.spreading import Spreading
 from paceline.engine.state import WholeState
 from paceline.engine.whole_model import WholeModel
 from paceline.layout import Layout
@@ -80,7 +80,7 @@ def build(
         replica, module, precision, most=options.microbatch, pipelining=options.pipeline
     )
     plain = SynchronousSGD(replica, options.compress, options.reduction)
-    spreading = Spreading(
+    setup = ModelSetup(
         replica,
         options,
         module,
@@ -91,11 +91,11 @@ def build(
         plain,
     )
     whole = WholeModel(model)
-    if not spreading.needs_batch:
-        spreading.spread()
+    if not setup.needs_batch:
+        setup.apply_layout()
     context = StepContext(
         replica=replica,
-        spreading=spreading,
+        setup=setup,
         loss=module,
         precision=precision,
         optimizer=optimizer,

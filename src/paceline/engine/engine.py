@@ -41,7 +41,7 @@ from paceline.options.engine import InitialWeights, Nonfinite
 from paceline.options.engine import Precision as PrecisionName
 from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
-from paceline.parallel.spread import Spread
+from paceline.parallel.distributed_model import DistributedModel
 from paceline.sync.traffic import Traffic
 from paceline.world import World, collectives
 
@@ -185,7 +185,7 @@ class Engine(HasInternals):
         return self._context.replica.steps_done
 
     @property
-    def spread(self) -> Spread:
+    def spread(self) -> DistributedModel:
         """The model on its layout; layouts with ``tp`` or ``pp`` have it from the first batch."""
         return self._context.replica.spread
 

@@ -45,7 +45,7 @@ def evaluate_batch(context: StepContext, batch: Any) -> list[Evaluated]:
     context.replica.pulse.beat()
     context.same_batches.check(batch)
     if not context.replica.is_spread:
-        context.spreading.spread(batch)
+        context.setup.apply_layout(batch)
     return _evaluate(context, batch)
 
 

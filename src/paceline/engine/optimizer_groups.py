@@ -1,6 +1,6 @@
 """One optimizer over a model's parameters before and after the model was spread.
 
-The optimizer is made over the whole parameters. Spreading puts others in their place, of which a
+The optimizer is made over the whole parameters. ModelSetup puts others in their place, of which a
 rank may hold a part, none, or (a tied weight on two pipeline stages) two copies. The groups keep
 their settings and their order; what the optimizer saves is that of the whole parameters again.
 """

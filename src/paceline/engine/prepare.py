@@ -36,7 +36,7 @@ from paceline.options import EngineOptions, Sharding
 from paceline.options.arguments import refuse_unknown
 from paceline.options.engine import InitialWeights
 from paceline.options.rules import layout_in_world
-from paceline.parallel.apply_layout import shard_root, spread
+from paceline.parallel.apply_layout import apply_layout, shard_root
 from paceline.parallel.meta import Init, is_on_meta
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.shard import Sharded
@@ -119,7 +119,7 @@ def prepare(
         _drive(sharded, model, optimizer, world, prepared)
         wrapped = model
     else:
-        placed = spread(
+        placed = apply_layout(
             model, model, layout, world, options, materialise=materialise if on_meta else None
         )
         held, wrapped = placed.held, placed.module

@@ -11,8 +11,8 @@ from torch import Tensor
 from paceline.engine.checks import another_model, check_optimizer_state
 from paceline.engine.context import StepContext
 from paceline.engine.whole_model import WholeModel
+from paceline.parallel.distributed_model import stage_group
 from paceline.parallel.dtensor import local, part_of, whole
-from paceline.parallel.spread import stage_group
 from paceline.world import collectives
 
 

@@ -117,7 +117,7 @@ class TrainerOptions:
     timeout: Annotated[
         float | None,
         Option(
-            "Seconds a rank waits for the others before giving up. None: 600.",
+            "Seconds a rank waits for the others before giving up. In Python None: 300.",
             key="launch.timeout",
             gt=0,
         ),

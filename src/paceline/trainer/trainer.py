@@ -96,7 +96,7 @@ class Trainer(TrainerBase):
         data: How batches are drawn.
         evaluation: When to evaluate.
         checkpoint: What is saved and kept.
-        timeout: Seconds a rank waits for the others before giving up. None: 600.
+        timeout: Seconds a rank waits for the others before giving up. In Python None: 300.
         measure_memory: Measure the second step, and report the bytes on each rank as an event.
         split_every: Every this many steps, report where each rank's time went, and who is slow,
             as events. None: never.

@@ -23,8 +23,8 @@ from paceline.world import Group, World
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Spread:
-    """Made by ``paceline.parallel.apply_layout.spread``.
+class DistributedModel:
+    """Made by ``paceline.parallel.apply_layout``.
 
     ``module`` is what to call with a microbatch, unless ``pipeline`` runs all of them. ``held``
     are the parameters of this rank by their names in the whole model: more than one where a tied
