@@ -205,7 +205,7 @@ def test_another_world_carries_over_what_was_left(
                 checkpoints.save()
         inside = internals_of(engine)
         if not inside.replica.is_spread:
-            inside.context.spreading.spread(own_share(batches(1)[0], engine.layout))
+            inside.context.setup.apply_layout(own_share(batches(1)[0], engine.layout))
         return engine.state_dict()["compress"]
 
     sizes = [Layout.parse(layout).world_size for layout in (before, after)]

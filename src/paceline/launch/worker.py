@@ -2,7 +2,7 @@
 
 - ``script FILE ARGS…``   a script, as ``python FILE ARGS…`` would run it;
 - ``-m MODULE ARGS…``     a module, as ``python -m MODULE ARGS…`` would run it;
-- ``--call PAYLOAD``      a function that :func:`paceline.launch.local.call` put there.
+- ``--call PAYLOAD``      a function that ``paceline.launch.local.call`` put there.
 
 Around it: the rank dies with its launcher, both output streams go to one log in the order they
 were written, and an error is recorded with its traceback before the rank leaves.
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
     from paceline.ddp_teardown import free_reducers_before_groups
 
     class Handler(ErrorHandler):
-        """Writes what :func:`paceline.launch.error_report.read` reads."""
+        """Writes what ``paceline.launch.error_report.read`` reads."""
 
         def record_exception(self, e: BaseException) -> None:
             _write_error(e)
