@@ -27,7 +27,7 @@ ROLES = {
 class TensorPlan:
     """What ``apply_plan`` does to a model.
 
-    ``roles`` maps module names to roles (see :data:`ROLES`), ``reasons`` the names of modules that
+    ``roles`` maps module names to roles (see ``ROLES``), ``reasons`` the names of modules that
     stay whole to why. ``source`` says where the plan comes from. ``ties`` maps parameters that are
     split because a module with a role shares them to the dimension and the number of chunks: a
     pipeline stage may hold one without the other. Of the model's parameters, ``split_share`` are

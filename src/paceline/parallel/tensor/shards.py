@@ -58,7 +58,7 @@ def mark_logits(tensor: Any) -> Any:
 
 
 def are_logits(tensor: DTensor) -> bool:
-    """Whether :func:`mark_logits` noted it."""
+    """Whether ``mark_logits`` noted it."""
     return getattr(tensor, "_paceline_logits", False)
 
 
@@ -219,7 +219,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def local_of(full: Tensor, like: DTensor) -> Tensor:
-    """The part of ``full`` that this rank holds of ``like``; the inverse of :func:`full_tensor`."""
+    """The part of ``full`` that this rank holds of ``like``; the inverse of ``full_tensor``."""
     local = full
     for index in reversed(range(like.device_mesh.ndim)):
         found = _dim_and_chunks(like.placements[index])
