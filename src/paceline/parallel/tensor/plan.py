@@ -67,7 +67,7 @@ class TensorPlan:
         )
 
     def summary(self, most: int = 6) -> str:
-        """:attr:`shares`, and which layers stay whole, and why."""
+        """``shares``, and which layers stay whole, and why."""
         rows = _merge([(name, "", why) for name, why in self.reasons.items()])
         told = [f"{name} ({why})" for name, _, why in rows[:most]]
         more = f", and {len(rows) - most} more" if len(rows) > most else ""
