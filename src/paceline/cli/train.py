@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.console import say
-from paceline.cli.options import Overrides, SecretFile, Spread, file_reference
+from paceline.cli.options import Overrides, SecretFile, ShareGpu, Spread, file_reference
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +74,7 @@ def train(
             help="How often failed ranks are started again; by default 3, for a script 0.",
         ),
     ] = None,
+    share_gpu: ShareGpu = False,
 ) -> None:
     """Train what a config describes, or run a script on several ranks.
 
@@ -87,13 +88,14 @@ def train(
         "--secret-file": ("launch.secret", file_reference(secret_file)),
         "--layout": ("layout", layout),
         "--max-restarts": ("launch.max_restarts", max_restarts),
+        "--share-gpu": ("launch.share_gpu", "true" if share_gpu else None),
     }
     request = _Request(
         configs=config,
         script=script,
         script_arguments=script_arguments,
         flags={
-            f"{k}={v}": f"{flag} {secret_file if flag == '--secret-file' else v}"
+            f"{k}={v}": _as_typed(flag, secret_file if flag == "--secret-file" else v)
             for flag, (k, v) in flags.items()
             if v is not None
         },
@@ -182,6 +184,10 @@ class _Request:
                     f"{flag} {value}: for configs only; the script decides for itself. Arguments "
                     "of the script go after --"
                 )
+        if self.asks_for("launch.share_gpu"):
+            problems.append(
+                "--share-gpu: for configs only; in a script, call World.init(share_gpu=True)"
+            )
         return problems
 
     def asks_for(self, key: str) -> bool:
@@ -227,6 +233,11 @@ class _Request:
         problems = [text for _, text in node_problems(config)]
         if problems:
             raise ConfigError(problems)
+
+
+def _as_typed(flag: str, value: str | None) -> str:
+    """The words of the command line behind an override."""
+    return flag if flag == "--share-gpu" else f"{flag} {value}"
 
 
 def _split_at_dashes(positionals: list[str]) -> tuple[list[str], list[str]]:

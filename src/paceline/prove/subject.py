@@ -54,9 +54,9 @@ class Subject:
                 f"the model function made a {type(built.model).__name__}, not a torch.nn.Module."
             )
         built.model.train()
-        # Compiled code would hide dropout from the prover, and takes longer than the proof.
-        options = {**built.options, "compile": False}
-        options["precision"] = self.precision
+        options = {**built.options, "precision": self.precision}
+        if self.precision == "fp64":  # not the run's own: compiling it would prove nothing
+            options["compile"] = False
         sharding = options.get("sharding")
         if sharding is not None and self.precision == "fp64":
             options["sharding"] = replace(sharding, dtype=None)  # it would compute in that one
