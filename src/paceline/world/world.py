@@ -23,6 +23,7 @@ from paceline.diagnose.pulse import Pulse
 from paceline.errors import WorldError
 from paceline.launch.environment import Environment, read_environment
 from paceline.layout import Layout
+from paceline.torch_internals import abort_process_groups
 from paceline.world.agreement import agree_on_call
 from paceline.world.barrier import Barrier
 from paceline.world.group import Group, backend_by_device, check_ranks
@@ -325,7 +326,10 @@ class World:
         # A forked child holds a copy of this object, not of the connections.
         if self._pid != os.getpid() or not (dist.is_available() and dist.is_initialized()):
             return
-        if self._owns_group:
+        if self._owns_group and failed and self.backend == "nccl":
+            # NCCL would wait for what is under way, and the others may be waiting for this rank.
+            abort_process_groups()
+        elif self._owns_group:
             dist.destroy_process_group()
         else:
             self._groups.destroy()
