@@ -65,6 +65,7 @@ def _train(
         "data": {"target": "nccl.faulty:Vectors"},
         "loss": {"target": "torch.nn:CrossEntropyLoss"},
         "optimizer": {"name": "nccl.faulty:FaultyAdamW", "lr": 1e-3},
+        "schedule": {"name": "constant", "warmup_steps": 0},
         "layout": f"dp={RANKS},zero=3",
         "batch": {"global_batch": 16},
         "train": {"steps": steps, "clip_norm": 1.0},
