@@ -17,8 +17,8 @@ from paceline.engine.precision import PRECISIONS
 from paceline.errors import ConfigError, TrainingError
 from paceline.layout import Layout
 from paceline.options import DataOptions
-from paceline.prove import devices
 from paceline.prove.cases import Case, parse_cases
+from paceline.prove.devices import choose, choose_for
 from paceline.prove.prover import Prover, Tell
 from paceline.prove.report import VerifyReport
 from paceline.prove.subject import Subject, configured, given
@@ -93,7 +93,7 @@ def verify(
     )
     clip_norm = options.get("clip_norm")
     bug = _find_plant(plant, cases, clip_norm, batch)
-    place = devices.choose(device, cases, share_gpu=share_gpu)
+    place = choose(device, cases, share_gpu=share_gpu)
     notes = [] if place.note is None else [place.note]
     if options.get("compile") and precision == "fp64":
         notes.append(_NO_COMPILE)
@@ -158,7 +158,7 @@ def verify_config(
         global_batch=batch,
         pipeline=config.pipeline.options(),
     )
-    place = devices.choose_for(config, device, cases, share_gpu=share_gpu)
+    place = choose_for(config, device, cases, share_gpu=share_gpu)
     notes += [] if place.note is None else [place.note]
     clip_norm = config.train.clip_norm
     bug = _find_plant(plant, cases, clip_norm, batch)
