@@ -100,7 +100,7 @@ def test_list_plants(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
 
 WRONG = {
     (): "no layout to verify: name at least one, like --layout dp=2",
-    ("--layout=dq=2",): "layout 'dq=2': 'dq' is not one of dp, zero, replicas, tp, pp, cp, ep. "
+    ("--layout=dq=2",): "layout 'dq=2': 'dq' must be one of dp, zero, replicas, tp, pp, cp, ep. "
     'Write it like "dp=4,tp=2".',
     ("--layout=dp=0",): "layout: dp=0 must be 1 or more.",
     ("--layout=auto",): "layout 'auto' does not say how many ranks it takes. Write it like 'dp=2'.",
@@ -126,7 +126,7 @@ WRONG = {
     (
         "--layout=dp=2",
         "--plant=gremlin",
-    ): "plant 'gremlin' is not one of missing-all-reduce, wrong-average, unscaled-loss, "
+    ): "plant 'gremlin' must be one of missing-all-reduce, wrong-average, unscaled-loss, "
     "wrong-accumulation, skipped-microbatch, local-clip, double-sample, stale-parameter, "
     "stale-shard, stale-buffer, stale-tied-weight, shard-clip, wrong-copies, row-parallel-bias, "
     "missing-tp-reduce, untied-stages, pipeline-scale",

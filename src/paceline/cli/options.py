@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+PLACES = ("local",)
+"""Where ranks can be started."""
+
 ConfigFile = Annotated[
     str | None,
     typer.Argument(

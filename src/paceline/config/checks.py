@@ -1,6 +1,6 @@
 """What only shows when several values are looked at together, before any process starts.
 
-Each group of checks is a generator of (key to blame, text); :func:`check` runs them all.
+Each group of checks is a generator of (key to blame, text); ``check`` runs them all.
 """
 
 from __future__ import annotations
@@ -193,13 +193,15 @@ def _ranks(config: Config, gpus: int) -> Problems:
             "that are started; set launch.nproc to the number of its GPUs, or of its CPU cores",
         )
     on_nodes = "" if nodes == 1 else f" on {nodes} machines, {world_size} in all"
+    yield from (unsound := list(rule_problems(config, Layout.smallest(config.layout))))
     try:
         layout = Layout.parse(config.layout, world_size=world_size)
     except LayoutError as error:
-        yield (
-            config._sources.culprit(*_RANK_KEYS),
-            f"{error} (launch.nproc={config.launch.nproc}{on_nodes})",
-        )
+        if not unsound:  # else no other number of ranks would do
+            yield (
+                config._sources.culprit(*_RANK_KEYS),
+                f"{error} (launch.nproc={config.launch.nproc}{on_nodes})",
+            )
     else:
         if layout.world_size != world_size:
             yield (
@@ -207,7 +209,8 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 f"layout {config.layout!r} needs {layout.world_size} ranks, but launch.nproc="
                 f"{nproc}{on_nodes}; make them agree, or leave one of them at auto",
             )
-        yield from rule_problems(config, layout)
+        if not unsound:
+            yield from rule_problems(config, layout)
     if config.launch.device == "cuda" and not gpus:
         yield (
             ("launch", "device"),

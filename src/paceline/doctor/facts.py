@@ -114,7 +114,7 @@ class FolderFacts:
     error: str = ""
     free: int | None = None
     sync_seconds: float | None = None
-    """How long it took to write :data:`SYNC_BYTES` so that they are on the disk."""
+    """How long it took to write ``SYNC_BYTES`` so that they are on the disk."""
 
 
 SYNC_BYTES = 4 * 2**20

@@ -16,17 +16,16 @@ from paceline.engine.learning_rate import LearningRate
 from paceline.engine.loss import LossFunction, LossModule
 from paceline.engine.memory import MemoryMeter
 from paceline.engine.microbatches import Microbatches
+from paceline.engine.model_setup import ModelSetup
 from paceline.engine.nonfinite import NonFiniteCheck
 from paceline.engine.optimizer_groups import Groups
 from paceline.engine.precision import Precision
 from paceline.engine.rank_state import RankStates
 from paceline.engine.same_batches import SameBatches
-from paceline.engine.spreading import Spreading
 from paceline.engine.state import WholeState
 from paceline.engine.whole_model import WholeModel
 from paceline.layout import Layout
 from paceline.options import EngineOptions
-from paceline.options.rules import Combination, check_rules
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.apply_layout import needs_sample
 from paceline.parallel.meta import is_on_meta
@@ -59,7 +58,6 @@ def build(
 
     A collective: all ranks start from one model and one optimizer.
     """
-    check_rules(Combination(layout, options))
     precision = Precision(options.precision, world.device, sharded=bool(layout.beyond_dp))
     if options.sync_batchnorm:
         model = sync_batchnorm.convert(model)
@@ -82,7 +80,7 @@ def build(
         replica, module, precision, most=options.microbatch, pipelining=options.pipeline
     )
     plain = SynchronousSGD(replica, options.compress, options.reduction)
-    spreading = Spreading(
+    setup = ModelSetup(
         replica,
         options,
         module,
@@ -93,11 +91,11 @@ def build(
         plain,
     )
     whole = WholeModel(model)
-    if not spreading.needs_batch:
-        spreading.spread()
+    if not setup.needs_batch:
+        setup.apply_layout()
     context = StepContext(
         replica=replica,
-        spreading=spreading,
+        setup=setup,
         loss=module,
         precision=precision,
         optimizer=optimizer,

@@ -25,12 +25,12 @@ from paceline.options.rules import ZERO_BUBBLE, Combination, check_rules
 from paceline.parallel.averaging import Averaging
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.device_map import place
+from paceline.parallel.distributed_model import Context, DistributedModel, LossFirst, stage_group
 from paceline.parallel.pipeline import Pipeline, cut
 from paceline.parallel.recompute import recompute
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded, shard
 from paceline.parallel.shard.units import find_units
-from paceline.parallel.spread import Context, LossFirst, Spread, stage_group
 from paceline.parallel.tensor import TensorPlan, apply_plan, make_plan, mixing
 from paceline.world import World, collectives
 
@@ -40,7 +40,7 @@ def needs_sample(layout: Layout, options: EngineOptions) -> bool:
     return layout.tp > 1 or layout.pp > 1 or options.device_map == "auto"
 
 
-def spread(
+def apply_layout(
     module: nn.Module,
     model: nn.Module,
     layout: Layout,
@@ -51,7 +51,7 @@ def spread(
     sample: Callable[[], Any] | None = None,
     materialise: Callable[[nn.Module], None] | None = None,
     averaging: Averaging | None = None,
-) -> Spread:
+) -> DistributedModel:
     """``module``, which computes the loss of ``model``, spread over the world as ``layout`` says.
 
     In place: parameters and modules keep their names. ``context`` is entered around each forward;
@@ -93,7 +93,7 @@ def spread(
             pipeline.copy_tied()
     if layout.zero == 0 and layout.dp > 1 and pipeline is None and layout.tp == 1:
         called = replicate(module, world.device, averaging, bucket_mib=options.reduction.static_mib)
-    return Spread(
+    return DistributedModel(
         called,
         model,
         layout,

@@ -37,7 +37,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def held_runs(tensor: Tensor) -> list[Runs]:
-    """For each dimension of the whole: which indices :func:`local` holds, as (first, length)."""
+    """For each dimension of the whole: which indices ``local`` holds, as (first, length)."""
     return runs_of(tensor)
 
 

@@ -1,4 +1,4 @@
-"""The entry points: :func:`verify` for a script, :func:`verify_config` for a config."""
+"""The entry points: ``verify`` for a script, ``verify_config`` for a config."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from paceline.engine.arguments import OptimizerFactory
 from paceline.engine.loss import LossFunction
 from paceline.engine.precision import PRECISIONS
 from paceline.errors import ConfigError, TrainingError
+from paceline.formatting import one_of
 from paceline.layout import Layout
 from paceline.options import DataOptions
 from paceline.prove.cases import Case, parse_cases
@@ -63,9 +64,11 @@ def verify(
     is changed: the runs work on copies.
 
     Args:
-        model, loss, optimizer, data: as for :class:`paceline.Trainer`; the model may also be a
-            function that makes one, and the optimizer then must be a function, too.
+        model: as for ``paceline.Trainer``, or a function that makes one.
+        optimizer: as for ``paceline.Trainer``; a function where the model is one.
+        data: as the training data of ``paceline.Trainer``.
         layouts: such as ``["dp=2", "dp=2,zero=3,microbatch=4", "pp=2,schedule=zbv"]``.
+        loss: as for ``paceline.Trainer``.
         global_batch: samples per step; not needed where the data is a torch ``DataLoader``.
         plant: a known bug to introduce into the layouts' runs (``paceline verify --list-plants``).
         device: ``cpu``, ``cuda`` or ``auto``: what a run here would use, GPUs where there is one
@@ -74,7 +77,7 @@ def verify(
         timeout: seconds one run may take.
         progress: show on a terminal what is running.
         pool: live ranks to use, for several proofs in a row; else it brings up its own.
-        options: those of :class:`paceline.Engine`: ``microbatch``, ``clip_norm``, …. ``precision``
+        options: those of ``paceline.Engine``: ``microbatch``, ``clip_norm``, …. ``precision``
             is ``fp64`` unless given, which tells rounding from bugs best; in another, a difference
             is judged against what one process shows when its samples come in another order and
             cut, and ``compile`` is as given.
@@ -85,7 +88,7 @@ def verify(
     _check_numbers(steps=steps, global_batch=batch)
     precision = options.get("precision", "fp64")
     if precision not in PRECISIONS:
-        raise TrainingError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}.")
+        raise TrainingError(f"precision={precision!r} must be {one_of(PRECISIONS)}.")
     if (microbatch := options.get("microbatch")) is not None:
         _check_numbers(microbatch=microbatch)
     cases = parse_cases(
@@ -131,7 +134,7 @@ def verify_config(
     timeout: float = 300.0,
     progress: bool = True,
 ) -> VerifyReport:
-    """:func:`verify` for what a config describes; ``precision="run"`` is the config's own.
+    """``verify`` for what a config describes; ``precision="run"`` is the config's own.
 
     ``device="auto"`` is where the config's run would train.
     """
@@ -181,7 +184,7 @@ def verify_config(
 def _find_plant(
     name: str | None, cases: Sequence[Case], clip_norm: float | None, global_batch: int
 ) -> Plant | None:
-    """The bug to introduce; raises :class:`ConfigError` where it could not show."""
+    """The bug to introduce; raises ``ConfigError`` where it could not show."""
     if name is None:
         return None
     from paceline.prove._planted import check_plant, find_plant

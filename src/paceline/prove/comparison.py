@@ -60,7 +60,7 @@ class RunComparison:
 
     An element whose gradient is zero but for rounding (again the bias before a norm) has no
     determined update under an optimizer that divides by the gradient's size, as Adagrad does. From
-    then on that element is left out where parameters are compared, and :meth:`settle` gives it the
+    then on that element is left out where parameters are compared, and ``settle`` gives it the
     reference's value, lest it shift a running mean behind it; ``unsettled`` counts such elements.
     """
 

@@ -30,7 +30,7 @@ class ProofDevice:
 def choose(
     device: str, cases: Sequence[Case], *, share_gpu: bool = False, gpus: int | None = None
 ) -> ProofDevice:
-    """Where to prove ``cases``; raises :class:`ConfigError` where that cannot be.
+    """Where to prove ``cases``; raises ``ConfigError`` where that cannot be.
 
     ``auto`` is what a run on this machine would use: GPUs where there are enough of them (or the
     ranks share), else the CPU.
@@ -62,7 +62,7 @@ def choose(
 def choose_for(
     config: Config, device: str, cases: Sequence[Case], *, share_gpu: bool = False
 ) -> ProofDevice:
-    """:func:`choose` for a config, whose ``launch`` says what is not asked for."""
+    """``choose`` for a config, whose ``launch`` says what is not asked for."""
     gpus = count_gpus()
     if device == "auto" and config.launch.device == "cpu":
         device = "cpu"

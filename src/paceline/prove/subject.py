@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.config import Config
-from paceline.data import Loader, from_dataloader, loader
+from paceline.data import Loader, loader
 from paceline.engine.arguments import OptimizerFactory, check_loss, check_optimizer_kind
 from paceline.engine.loss import LossFunction
 from paceline.errors import DataError, TrainingError
@@ -65,7 +65,7 @@ class Subject:
     def loader(self, built: Built, rank: int, size: int) -> Loader:
         """The data as rank ``rank`` of ``size`` data-parallel ranks reads it."""
         if isinstance(built.data, DataLoader):
-            return from_dataloader(
+            return loader(
                 built.data, global_batch=self.global_batch, seed=self.seed, rank=rank, size=size
             )
         options = built.data_options
@@ -89,7 +89,7 @@ def given(
     data_options: DataOptions,
     options: dict[str, Any],
 ) -> bytes:
-    """The payload of what a caller of :func:`paceline.verify` passed."""
+    """The payload of what a caller of ``paceline.verify`` passed."""
     check_loss(loss)
     check_optimizer_kind(optimizer)
     if not isinstance(model, nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from paceline.layout import Layout
 from paceline.options import Compression
 from paceline.parallel.averaging import UnitParameter
+from paceline.parallel.distributed_model import data_ranks
 from paceline.parallel.dtensor import cuts
-from paceline.parallel.spread import data_ranks
 from paceline.sync.compressed.ddp_hook import Hook
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.compressed.scatter import CutParameter, Scatter

@@ -1,7 +1,7 @@
 """Testing on several ranks: live ranks in milliseconds, small models, faults, leak checks.
 
 With pytest: mark a test ``@pytest.mark.world(2)`` and use the ``ranks`` fixture. Without:
-:func:`run_ranks`, or a :class:`RankPool` of your own. Names load on first use, so that the pytest
+``run_ranks``, or a ``RankPool`` of your own. Names load on first use, so that the pytest
 plugin costs nothing until it is needed.
 """
 

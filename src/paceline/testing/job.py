@@ -58,7 +58,7 @@ class JobRun:
         """Ranks that must not get another job: all, until they have cleaned up after this one."""
 
     def results(self, call: bytes, *, join: bool, device: str, share_gpu: bool) -> list[Any]:
-        """Run it; the results by rank, or :class:`RankFailed` for the first rank that failed."""
+        """Run it; the results by rank, or ``RankFailed`` for the first rank that failed."""
         __tracebackhide__ = True  # pytest shows the rank's error, not how it came here
         self._on_gpu = device.startswith("cuda")
         # A function that joins by torch's own means needs a store that nobody has used before.

@@ -4,7 +4,7 @@ Over Gloo every call stands for itself. Over NCCL, calls of one communicator run
 in the order in which a rank issued them, and calls of several communicators may have to: kernels
 that wait for their peers occupy the GPU. So a run is safe where its ranks could do all calls of a
 thread strictly one after the other, each waiting until all its peers have come to theirs. That is
-what :func:`find_deadlock` tries out, on what :class:`CommunicationRecord` has noted:
+what ``find_deadlock`` tries out, on what ``CommunicationRecord`` has noted:
 
     def job():
         with CommunicationRecord() as record:
@@ -74,7 +74,7 @@ class Issued:
 
 
 class CommunicationRecord:
-    """Notes what this rank sends and receives from :meth:`__enter__` on."""
+    """Notes what this rank sends and receives from ``__enter__`` on."""
 
     def __init__(self) -> None:
         self._since = 0

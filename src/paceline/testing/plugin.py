@@ -95,7 +95,7 @@ class Ranks:
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Fails a test that leaves something behind; see :mod:`paceline.testing.leaks`.
+    """Fails a test that leaves something behind; see ``paceline.testing.leaks``.
 
     For a whole suite, put ``usefixtures = ["no_leaks"]`` into pytest's settings.
     """

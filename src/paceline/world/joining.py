@@ -15,6 +15,7 @@ from paceline.diagnose.hangs import flight_recorder
 from paceline.diagnose.hangs.watch import Watch, WatchedRank
 from paceline.diagnose.pulse import Pulse
 from paceline.errors import WorldError
+from paceline.formatting import one_of
 from paceline.launch.environment import Environment, loopback_interfaces
 from paceline.launch.listening import is_loopback, listen
 from paceline.world.objects import agree_on_key
@@ -106,7 +107,7 @@ def share_gpus() -> None:
 def choose_backend(backend: str, device: torch.device) -> str:
     """``nccl`` for CUDA and ``gloo`` for the rest, unless asked otherwise."""
     if backend not in BACKENDS:
-        raise WorldError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}.")
+        raise WorldError(f"backend={backend!r} must be {one_of(BACKENDS)}.")
     if backend == "auto":
         return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     if backend == "nccl":

@@ -47,8 +47,8 @@ DEFAULT_TIMEOUT = 300.0
 class World:
     """The processes of one run. One process alone is a world too: nothing needs a launcher.
 
-    Join with :meth:`World.init`, as a context manager or with :meth:`close` at the end. A process
-    is in one world at a time; :meth:`World.current` finds it from anywhere.
+    Join with ``World.init``, as a context manager or with ``close`` at the end. A process
+    is in one world at a time; ``World.current`` finds it from anywhere.
     """
 
     rank: int
@@ -154,7 +154,7 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """The world this process has joined; joins by :meth:`World.init` when there is none."""
+        """The world this process has joined; joins by ``World.init`` when there is none."""
         return cls._joined if cls._joined is not None else cls.init()
 
     @classmethod
@@ -354,7 +354,7 @@ class World:
     def wait_at_barrier(
         self, group: Group, timeout: timedelta | None, problem: WorldError | None
     ) -> None:
-        """What :func:`collectives.barrier` does, with the store to name the ranks that miss."""
+        """What ``collectives.barrier`` does, with the store to name the ranks that miss."""
         name = "barrier" if group is self.everyone else f"barrier of {list(group.ranks)}"
         self._barrier.wait(group, name, timeout, problem)
 

@@ -1,7 +1,7 @@
 """torch's flight recorder: which collectives this rank began, and which of them are over.
 
 The recorder is a ring of fixed size in which every backend notes its calls; it must be given a size
-(:func:`switch_on`) before the first process group is made. Reading it is a private function of
+(``switch_on``) before the first process group is made. Reading it is a private function of
 torch, called here and nowhere else (torch 2.11 to 2.13; ``tests/diagnose/test_flight_recorder.py``
 tells when it changes). Point-to-point calls are in it with NCCL only.
 """

@@ -74,7 +74,7 @@ class WatchedRank:
 
 
 class Watch:
-    """Watches this process's rank until :meth:`stop`."""
+    """Watches this process's rank until ``stop``."""
 
     def __init__(self, member: WatchedRank, pulse: Pulse, after: float) -> None:
         self._member, self._pulse, self._after = member, pulse, after

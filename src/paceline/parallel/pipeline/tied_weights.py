@@ -49,7 +49,7 @@ def sum_gradients(
 
 @torch.no_grad()
 def copy_values(copies: Copies, holders: Sequence[int], rank_of: Sequence[int], group: Any) -> None:
-    """Give every copy of a parameter the values of the first stage's; as :func:`sum_gradients`."""
+    """Give every copy of a parameter the values of the first stage's; as ``sum_gradients``."""
     own, first = dist.get_rank(group), holders[0]
     if rank_of[first] == own:
         values = _local(copies[first]).contiguous()
@@ -84,7 +84,7 @@ def looks(parameter: nn.Parameter) -> str:
 
 
 def check_alike(name: str, seen: Mapping[int, str]) -> None:
-    """Refuse copies of ``name`` that are split in different ways; ``seen`` is :func:`looks`."""
+    """Refuse copies of ``name`` that are split in different ways; ``seen`` is ``looks``."""
     if len(set(seen.values())) > 1:
         listed = ", ".join(f"stage {stage}: {look}" for stage, look in sorted(seen.items()))
         raise TrainingError(

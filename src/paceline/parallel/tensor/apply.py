@@ -24,7 +24,7 @@ def apply_plan(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
 
     All ranks must hold the same values (or all of them meta tensors). Parameters keep their names,
     ``requires_grad`` and ties; names that this model does not have, such as those of another
-    pipeline stage, are passed over. Run the model inside :func:`mixing`.
+    pipeline stage, are passed over. Run the model inside ``mixing``.
     """
     if mesh.ndim != 1 or mesh.size() != plan.tp:
         raise LayoutError(

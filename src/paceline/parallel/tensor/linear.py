@@ -153,7 +153,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose output features are spread over the ranks of ``mesh``.
 
     ``forward(x)`` takes ``x`` whole. With ``gather_output`` the result is whole and plain;
-    otherwise it is a DTensor split along its last dimension, for a :class:`RowParallelLinear`.
+    otherwise it is a DTensor split along its last dimension, for a ``RowParallelLinear``.
     ``from_linear`` splits a layer that every rank holds alike; made new, every rank must have
     seeded torch alike, since the weights drawn are those of ``nn.Linear``.
     """

@@ -24,7 +24,7 @@ ROLES = {
 class TensorPlan:
     """What ``apply_plan`` does to a model.
 
-    ``roles`` maps module names to roles (see :data:`ROLES`), ``reasons`` the names of modules that
+    ``roles`` maps module names to roles (see ``ROLES``), ``reasons`` the names of modules that
     stay whole to why. ``source`` says where the plan comes from.
     """
 

@@ -48,7 +48,7 @@ def mark_logits(tensor: Any) -> Any:
 
 
 def are_logits(tensor: DTensor) -> bool:
-    """Whether :func:`mark_logits` noted it."""
+    """Whether ``mark_logits`` noted it."""
     return getattr(tensor, "_paceline_logits", False)
 
 
@@ -174,7 +174,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def local_of(full: Tensor, like: DTensor) -> Tensor:
-    """The part of ``full`` that this rank holds of ``like``; the inverse of :func:`full_tensor`."""
+    """The part of ``full`` that this rank holds of ``like``; the inverse of ``full_tensor``."""
     local = full
     for index in reversed(range(like.device_mesh.ndim)):
         found = _dim_and_chunks(like.placements[index])
@@ -228,7 +228,7 @@ def _between(runs: Runs, start: int, end: int) -> Runs:
 
 
 class _Line:
-    """One dimension of a mesh, as :func:`cut` sees it."""
+    """One dimension of a mesh, as ``cut`` sees it."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank

@@ -1,8 +1,8 @@
 """How a split travels through an operation: pure functions over shapes, for finding plans.
 
-A :class:`Split` says that a dimension of a tensor is cut into ``chunks`` equal chunks, each of
+A ``Split`` says that a dimension of a tensor is cut into ``chunks`` equal chunks, each of
 which is spread over the ranks. Rules answer with the split of the outputs, or raise
-:class:`NeedsWhole` where the operation needs the dimension whole.
+``NeedsWhole`` where the operation needs the dimension whole.
 """
 
 from __future__ import annotations

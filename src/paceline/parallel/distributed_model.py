@@ -23,8 +23,8 @@ from paceline.world import Group, World
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Spread:
-    """Made by :func:`paceline.parallel.apply_layout.spread`.
+class DistributedModel:
+    """Made by ``paceline.parallel.apply_layout``.
 
     ``module`` is what to call with a microbatch, unless ``pipeline`` runs all of them. ``held``
     are the parameters of this rank by their names in the whole model: more than one where a tied
@@ -173,7 +173,7 @@ class Spread:
 
 
 class LossFirst(nn.Module):
-    """Calls ``module`` and gives the loss beside the :class:`Term`.
+    """Calls ``module`` and gives the loss beside the ``Term``.
 
     FSDP2 watches the tensors that it finds in what a module returns. That must be the loss alone:
     nothing is differentiated from the model's output, so the term comes as a function.
@@ -207,7 +207,7 @@ def stage_holders(world: World, layout: Layout) -> Group:
 
 
 def data_ranks(world: World, layout: Layout) -> list[tuple[int, ...]]:
-    """The ranks of every :func:`data_group`, in the order in which torch is to make them."""
+    """The ranks of every ``data_group``, in the order in which torch is to make them."""
     return list(_members(world, layout, _same_piece).values())
 
 
