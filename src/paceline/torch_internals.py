@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -123,3 +124,14 @@ def make_fsdp_root(module: nn.Module) -> None:
     """
     state: Any = module
     state._get_fsdp_state()._lazy_init()
+
+
+# ---- process groups ----
+
+
+def abort_process_groups() -> None:
+    """Abort what is under way in every NCCL communicator of this process, and forget all groups.
+
+    ``destroy_process_group`` would wait for it, and so for ranks that may never come.
+    """
+    dist.distributed_c10d._abort_process_group()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
+from paceline.prove import devices
 from paceline.testing.pool import RankPool
 from paceline.testing.processes import pids, was_started_with
 
@@ -161,6 +162,16 @@ WRONG = {
         "--layout=dp=2,schedule=zbv",
     ): "layout 'dp=2,schedule=zbv': schedule is that of a pipeline, but pp=1. Add pp=2 or more, or "
     "leave schedule out.",
+    ("--layout=dp=2", "--device=gpu"): "device=gpu must be one of auto, cpu, cuda",
+    (
+        "--layout=dp=2",
+        "--device=cuda",
+    ): "device=cuda, but torch can use no GPU on this machine; use cpu, or a torch built for CUDA "
+    "on a machine with a GPU",
+    (
+        "--layout=dp=2",
+        "--share-gpu",
+    ): "share_gpu needs a GPU, but torch can use none on this machine; leave it out",
     ("nowhere.yaml", "--layout=dp=2"): "nowhere.yaml: no such file",
 }
 
@@ -176,6 +187,7 @@ def test_mistakes_are_named_before_any_process_starts(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(RankPool, "run", never)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 0)
     monkeypatch.chdir(tmp_path)  # an error about a missing config names those that are here
     status = verify(*arguments, monkeypatch=monkeypatch)
     printed = capfd.readouterr()

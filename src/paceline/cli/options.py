@@ -50,6 +50,14 @@ SecretFile = Annotated[
         help="The secret that the machines share; make it with: paceline secret FILE",
     ),
 ]
+ShareGpu = Annotated[
+    bool,
+    typer.Option(
+        "--share-gpu",
+        help="For tests: more ranks than GPUs share them over NCCL. Slow.",
+        show_default=False,
+    ),
+]
 Patience = Annotated[
     float, typer.Option(metavar="SECONDS", help="How long to wait for the other machines.")
 ]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.console import say
-from paceline.cli.options import PLACES, Overrides, SecretFile, Spread, file_reference
+from paceline.cli.options import PLACES, Overrides, SecretFile, ShareGpu, Spread, file_reference
 
 
 def train(
@@ -60,6 +60,7 @@ def train(
             help="How often failed ranks are started again; by default 3, for a script 0.",
         ),
     ] = None,
+    share_gpu: ShareGpu = False,
 ) -> None:
     """Train what a config describes, or run a script on several ranks.
 
@@ -73,6 +74,7 @@ def train(
         "--secret-file": ("launch.secret", file_reference(secret_file)),
         "--layout": ("layout", layout),
         "--max-restarts": ("launch.max_restarts", max_restarts),
+        "--share-gpu": ("launch.share_gpu", "true" if share_gpu else None),
     }
     try:
         from paceline.cli.train_request import TrainRequest
@@ -82,7 +84,7 @@ def train(
             script=script,
             script_arguments=script_arguments,
             flags={
-                f"{k}={v}": f"{flag} {secret_file if flag == '--secret-file' else v}"
+                f"{k}={v}": _as_typed(flag, secret_file if flag == "--secret-file" else v)
                 for flag, (k, v) in flags.items()
                 if v is not None
             },
@@ -103,6 +105,11 @@ def train(
         # Click would make "Aborted!" and status 1 of it.
         say("interrupted before the ranks were started", error=True)
         raise SystemExit(130) from None
+
+
+def _as_typed(flag: str, value: str | None) -> str:
+    """The words of the command line behind an override."""
+    return flag if flag == "--share-gpu" else f"{flag} {value}"
 
 
 def _split_at_dashes(positionals: list[str]) -> tuple[list[str], list[str]]:

@@ -81,6 +81,10 @@ class TrainRequest:
                     f"{flag} {value}: for configs only; the script decides for itself. Arguments "
                     "of the script go after --"
                 )
+        if self.asks_for("launch.share_gpu"):
+            problems.append(
+                "--share-gpu: for configs only; in a script, call World.init(share_gpu=True)"
+            )
         return problems
 
     def asks_for(self, key: str) -> bool:

@@ -140,6 +140,8 @@ class RunPlan:
     least_nodes: int = 1
     most_nodes: int = 1
     on_gpu: bool = False
+    shares_gpu: bool = False
+    """Whether more ranks than GPUs may share them (launch.share_gpu)."""
     workers: int = 0
     checkpoints_at_once: int = 1
     """How many checkpoints lie on the disk at the most, the one being written included."""

@@ -76,15 +76,15 @@ class RankOutcome:
 
 
 def run_reference(
-    subject: Subject, folder: Path, forwards_of: Case | None, reorder: bool
+    subject: Subject, folder: Path, forwards_of: Case | None, reorder: bool, device: str
 ) -> Reference:
-    """Run on this process alone, leaving what each step computed in ``folder``.
+    """Run on this process alone, on ``device``, leaving what each step computed in ``folder``.
 
     ``forwards_of``: cut each batch into the forwards of that case, for models in which the samples
     of a forward meet; else the batch goes through whole. ``reorder``: also run with the samples in
     another order and cut, and tell what that changes.
     """
-    world = _alone()
+    world = _alone(device)
     cut = None if forwards_of is None else forwards_of.forwards
     run = ObservedRun(subject, _ALONE, world=world, alone=True, cut=cut)
     initial = run.state()
@@ -211,7 +211,7 @@ def _stale_parts(
                 part_of(values["parameter"][place.name], parameter)
                 for values in (reference, before)
             )
-            own = local(parameter)
+            own = local(parameter).cpu()
             if cuts(parameter) and own.numel() and is_stale(own, right, old):
                 found.append(place.name)
                 break
@@ -233,8 +233,8 @@ def load(folder: Path, step: int) -> Values:
     return values
 
 
-def _alone() -> World:
+def _alone(device: str) -> World:
     """A world of one, without a process group: nothing distributed has a part in the reference."""
     for name in _LAUNCHER:
         os.environ.pop(name, None)
-    return World.init(device="cpu")
+    return World.init(device=device)

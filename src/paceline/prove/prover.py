@@ -17,6 +17,7 @@ from paceline.errors import ConfigError, LayoutError, PacelineError, RankFailed,
 from paceline.prove.cases import Case
 from paceline.prove.causes import likely_cause
 from paceline.prove.comparison import Tolerance, ValueKey
+from paceline.prove.devices import ProofDevice
 from paceline.prove.evidence import (
     DifferenceEvidence,
     LikelyCause,
@@ -58,6 +59,7 @@ class Prover:
         timeout: float,
         tell: Tell,
         pool: RankPool | None = None,
+        place: ProofDevice | None = None,
     ) -> None:
         self.subject = subject
         self.clip_norm, self.sync_batchnorm = clip_norm, sync_batchnorm
@@ -65,6 +67,7 @@ class Prover:
         self.timeout = timeout
         self.tell = tell
         self._lent_pool = pool
+        self._place = place or ProofDevice()
 
     def prove(self, cases: Sequence[Case], notes: Sequence[str] = ()) -> VerifyReport:
         """Run everything and report; ranks and files are gone when it returns or raises."""
@@ -92,6 +95,7 @@ class Prover:
             steps=self.subject.steps,
             global_batch=max(reference.batch),
             precision=self.subject.precision,
+            device=self._place.kind,
             noise=tolerance.noise,
             plant=None if self.plant is None else self.plant.name,
             notes=[
@@ -138,7 +142,7 @@ class Prover:
         try:
             (reference,) = self._pool.run(
                 run_reference,
-                *(self.subject, folder, forwards_of, forwards_of is None),
+                *(self.subject, folder, forwards_of, forwards_of is None, self._place.kind),
                 world_size=1,
                 join=False,
                 timeout=self.timeout,
@@ -197,6 +201,8 @@ class Prover:
             *(subject, case, folder, plant, floor),
             world_size=case.layout.world_size,
             timeout=self.timeout,
+            device=self._place.kind,
+            share_gpu=self._place.shares(case.layout.world_size),
         )
         return outcomes
 

@@ -56,11 +56,13 @@ class Subject:
                 f"the model function made a {type(built.model).__name__}, not a torch.nn.Module."
             )
         built.model.train()
-        # Compiled code would hide dropout from the prover, and takes longer than the proof.
-        options = {**built.options, "compile": False}
-        options["precision"] = self.precision
+        options = {**built.options, "precision": self.precision}
+        # Float64, or float32 in its place, is not the run's own: compiling it would prove nothing.
+        widest = self.precision == "fp64" or not self.runs_in_float64
+        if widest:
+            options["compile"] = False
         sharding = options.get("sharding")
-        if sharding is not None and self.precision == "fp64":
+        if sharding is not None and widest:
             options["sharding"] = replace(sharding, dtype=None)  # it would compute in that one
         return replace(built, options=options)
 

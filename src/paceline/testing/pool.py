@@ -57,13 +57,16 @@ class RankPool:
         timeout: float | None = None,
         join: bool = True,
         device: str = "cpu",
+        share_gpu: bool = False,
     ) -> list[Any]:
         """Call ``function(*arguments)`` on ``world_size`` ranks at once; their results, by rank.
 
         Each rank has joined a ``World`` on ``device``; with ``join=False`` it only
         has the launcher's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, …) in its
         environment. Ranks see this process's environment, working directory and ``sys.path`` as
-        they are now, and start every job with the same random state.
+        they are now, and start every job with the same random state. On ``device="cuda"`` each
+        rank needs a GPU of its own; with ``share_gpu=True`` more ranks than there are GPUs share
+        them, over NCCL.
 
         The function may be a closure or a lambda. It, its arguments and its result travel as
         pickles. What a job changes in its rank (environment, random state, default dtype, signal
@@ -84,7 +87,7 @@ class RankPool:
             self._jobs += 1
             job = JobRun(ranks, self._server, self._jobs, limit)
             try:
-                return job.results(call, join=join, device=device)
+                return job.results(call, join=join, device=device, share_gpu=share_gpu)
             finally:
                 _show_output(ranks)
                 self._retire(job.unfit)
@@ -136,6 +139,7 @@ def run_ranks(
     timeout: float = DEFAULT_TIMEOUT,
     join: bool = True,
     device: str = "cpu",
+    share_gpu: bool = False,
 ) -> list[Any]:
     """Run one function on ranks of its own, without pytest; see ``RankPool.run``.
 
@@ -143,7 +147,14 @@ def run_ranks(
     ``RankPool``.
     """
     with RankPool(timeout=timeout) as pool:
-        return pool.run(function, *arguments, world_size=world_size, join=join, device=device)
+        return pool.run(
+            function,
+            *arguments,
+            world_size=world_size,
+            join=join,
+            device=device,
+            share_gpu=share_gpu,
+        )
 
 
 def _show_output(ranks: list[LiveRank]) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from paceline.nested import map_tensors
+from paceline.world.group import backend_by_device
 
 COPIES = "tp_copies"
 """The axis of a mesh along which ``tp`` ranks hold the same part; see shared_heads.py."""
@@ -311,7 +312,10 @@ def _gather(
     apart = local.unflatten(dim, (chunks, local.shape[dim] // chunks))
     padded = apart.new_zeros((*apart.shape[: dim + 1], max(lengths), *apart.shape[dim + 2 :]))
     padded.narrow(dim + 1, 0, apart.shape[dim + 1]).copy_(apart)
+    group = mesh.get_group(index)
+    if padded.device.type not in backend_by_device(group):
+        padded = padded.to(mesh.device_type)  # offloaded, and NCCL takes nothing from the CPU
     received = [torch.empty_like(padded) for _ in range(parts)]
-    dist.all_gather(received, padded, group=mesh.get_group(index))
+    dist.all_gather(received, padded, group=group)
     trimmed = [r.narrow(dim + 1, 0, n) for r, n in zip(received, lengths, strict=True)]
-    return torch.cat(trimmed, dim + 1).flatten(dim, dim + 1)
+    return torch.cat(trimmed, dim + 1).flatten(dim, dim + 1).to(local.device)
