@@ -363,7 +363,7 @@ def test_settings_that_make_no_sense_are_refused(options: Any, told: str) -> Non
         ({"layout": "tp=2"}, "tp=2 spreads a model"),
         ({"layout": "pp=2"}, "pp=2 spreads a model"),
         ({"sync_batchnorm": True}, "sync_batchnorm normalises over all ranks"),
-        ({"compress": "int8"}, "compress is about how gradients travel"),
+        ({"compress": "int8"}, "compress is about how gradients are sent"),
     ],
 )
 @pytest.mark.world(2)
