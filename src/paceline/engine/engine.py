@@ -35,7 +35,7 @@ from paceline.options import (
     Sharding,
     TensorParallel,
 )
-from paceline.options.engine import InitialWeights, Nonfinite
+from paceline.options.engine import InitialWeights, Nonfinite, Randomness
 from paceline.options.engine import Precision as PrecisionName
 from paceline.parallel.device_map import DeviceLike
 from paceline.parallel.spread import Spread
@@ -87,6 +87,11 @@ class Engine(HasInternals):
         reduction: How gradients are summed over the ranks.
         initial_weights: What ranks start from: the model that rank 0 has built, or each its
             own.
+        randomness: Where the random numbers of a forward pass (dropout and the like) come from.
+            layout-free: from the seed, the step, the sample, the module and the place in the
+            tensor, so that they are the same on every layout; a draw that belongs to no sample
+            comes from each rank's own stream, and is named. strict: such a draw is refused.
+            fast: all from each rank's own stream, with torch's own kernels.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class Engine(HasInternals):
         local_steps: LocalSteps | int | None = None,
         reduction: Reduction | None = None,
         initial_weights: InitialWeights = "rank0",
+        randomness: Randomness = "layout-free",
         **unknown: Never,
     ) -> None:
         refuse_unknown(Engine, unknown)
@@ -145,6 +151,7 @@ class Engine(HasInternals):
             local_steps=local_steps,
             reduction=reduction,
             initial_weights=initial_weights,
+            randomness=randomness,
         )
         check_model_and_options(model, self.options)
         check_not_spread(model)
@@ -235,6 +242,9 @@ class Engine(HasInternals):
     def take_notes(self) -> list[str]:
         """What there is to tell the user since this was last asked, such as what was chosen."""
         notes, self._notes = self._notes, []
+        randomness = self._context.replica.randomness
+        if randomness is not None:
+            notes = notes + randomness.take_notes()
         return notes + self._sync.take_notes()
 
     def traffic(self) -> Traffic | None:

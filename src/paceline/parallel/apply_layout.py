@@ -67,7 +67,7 @@ def spread(
         placed = place(model, options.device_map, sample=run, max_memory=options.max_memory)
         devices = placed.devices
     if layout.tp > 1:
-        entered = _both(context, lambda: mixing(world.mesh(layout)["tp"]))
+        entered = both(context, lambda: mixing(world.mesh(layout)["tp"]))
         plan = collectives.broadcast_object(_tensor_plan(model, layout, options, sample))
     # Before cutting: a pattern may name modules of which a stage holds none.
     units = find_units(model, options.sharding.units) if layout.zero else []
@@ -122,13 +122,15 @@ def _tensor_plan(
     )
 
 
-def _both(first: Context, second: Context) -> Context:
+def both(first: Context, second: Context) -> Context:
+    """``second`` inside ``first``."""
+
     @contextlib.contextmanager
-    def both() -> Any:
+    def entered() -> Any:
         with first(), second():
             yield
 
-    return both
+    return entered
 
 
 def _cut(

@@ -13,6 +13,7 @@ from paceline.errors import TrainingError
 from paceline.layout import Coordinate, Layout
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.spread import Spread
+from paceline.randomness import ForwardRandomness
 from paceline.world import World
 
 
@@ -28,6 +29,8 @@ class Replica:
     """Whether batch norms compute over the samples of all ranks, in every forward."""
     after_spreading: Callable[[], None] | None = None
     """To be called once the model is spread: what a resume has to wait with until then."""
+    randomness: ForwardRandomness | None = None
+    """What forward passes draw from; None in a loop of the user's own."""
     parameters: list[nn.Parameter] = field(init=False)
     """Those that this rank holds, frozen ones included."""
 

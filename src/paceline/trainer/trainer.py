@@ -41,7 +41,7 @@ from paceline.options import (
     TensorParallel,
     TrainerOptions,
 )
-from paceline.options.engine import InitialWeights, Nonfinite
+from paceline.options.engine import InitialWeights, Nonfinite, Randomness
 from paceline.options.engine import Precision as PrecisionName
 from paceline.options.rules import Combination, check_rules
 from paceline.parallel.device_map import DeviceLike
@@ -141,6 +141,7 @@ class Trainer(TrainerBase):
         local_steps: LocalSteps | int | None = None,
         reduction: Reduction | None = None,
         initial_weights: InitialWeights = "rank0",
+        randomness: Randomness = "layout-free",
         **unknown: Never,
     ) -> None:
         refuse_unknown(Trainer, unknown)
@@ -168,6 +169,7 @@ class Trainer(TrainerBase):
             local_steps=local_steps,
             reduction=reduction,
             initial_weights=initial_weights,
+            randomness=randomness,
         )
         check_looking_on(callbacks, metrics or {}, trackers)
         check_run_dir(run_dir)

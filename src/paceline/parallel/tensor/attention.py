@@ -22,9 +22,11 @@ from paceline.parallel.tensor.shards import (
     as_whole,
     gathered,
     placement,
+    rows_of,
     split_of,
     wrap,
 )
+from paceline.randomness import TensorPart, active
 
 
 def split_attention(
@@ -43,6 +45,9 @@ def split_attention(
     rule for the CPU's fused kernel. Otherwise the inputs are put together first.
     """
     attend: Any = F.scaled_dot_product_attention
+    randomness = active() if dropout_p else None
+    if randomness is not None:
+        attend = randomness.attention
     dim = _common_dim(mesh, query, key, value)
     if dim is None:
         tensors = [gathered(query), gathered(key), gathered(value)]
@@ -54,7 +59,16 @@ def split_attention(
         value = gathered(value).repeat_interleave(repeats, dim)
     local = [as_split(t, mesh, dim).to_local() for t in (query, key, value)]
     mask = None if attn_mask is None else _local_mask(attn_mask, mesh, dim)
-    with own_randomness(mesh) if dropout_p else contextlib.nullcontext():
+    if randomness is not None:
+        apart = [(0, size) for size in (*query.shape[:-1], key.shape[-2])]
+        runs = [[run] for run in apart]
+        runs[dim] = [rows_of(query.shape[dim], mesh.size(), mesh.get_local_rank())]
+        drawing: contextlib.AbstractContextManager[None] = randomness.on_part(
+            TensorPart(tuple(size for _, size in apart), runs)
+        )
+    else:
+        drawing = own_randomness(mesh) if dropout_p else contextlib.nullcontext()
+    with drawing:
         y = attend(*local, mask, dropout_p, is_causal, **others)
     shape = torch.Size((*query.shape[:-1], value.shape[-1]))
     return wrap(y, mesh, placement(y.ndim + dim), shape)

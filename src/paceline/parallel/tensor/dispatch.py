@@ -25,7 +25,7 @@ import paceline.parallel.tensor.packed_qkv as packed
 from paceline.errors import LayoutError
 from paceline.nested import map_tensors, tensors
 from paceline.parallel.tensor.attention import split_attention
-from paceline.parallel.tensor.dropout import split_dropout
+from paceline.parallel.tensor.dropout import draw_part, split_dropout
 from paceline.parallel.tensor.linear import split_linear
 from paceline.parallel.tensor.shards import (
     are_logits,
@@ -40,6 +40,7 @@ from paceline.parallel.tensor.shards import (
     wrap,
 )
 from paceline.parallel.tensor.vocabulary import split_cross_entropy, split_embedding
+from paceline.randomness import DRAWN_BY_ELEMENT, active
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,9 @@ class _Mixing(TorchFunctionMode):
         ]
         if not split or getattr(func, "__name__", "") in _ABOUT_THE_OBJECT:
             return func(*args, **kwargs)
+        randomness = active()
+        if randomness is not None and func in DRAWN_BY_ELEMENT:
+            return draw_part(randomness, func, args, kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             result = special(self.mesh, func, args, kwargs)
