@@ -22,7 +22,7 @@ from paceline.sync.replica import Replica
 from paceline.world import World, collectives, rng_state, set_rng_state
 
 _ASKED = 3
-"""Steps after which ranks no longer ask each other for a model that has drawn nothing."""
+"""Steps after which ranks no longer count for a model that has drawn nothing."""
 
 
 def share_random_stream(layout: Layout, world: World) -> None:
@@ -46,41 +46,46 @@ def make_randomness(options: EngineOptions, world: World) -> ForwardRandomness:
 class SampleNumbers:
     """Finds the place of this rank's samples in the global batch of a step.
 
-    A loader of Paceline knows it. Batches from elsewhere are counted by all ranks together, unless
-    ``alone``: replicas that train alone do not wait for each other.
+    A loader of Paceline knows it. Where the first batch of some rank comes from elsewhere, all
+    ranks count together in each step, unless ``alone``: replicas that train alone do not wait for
+    each other.
     """
 
     def __init__(self, replica: Replica, *, alone: bool) -> None:
-        self._replica, self._alone = replica, alone
-        self._asked = 0
-        self._nobody_draws = False
+        self._replica = replica
+        self._counts_together = not alone
+        self._steps = 0
 
     def of(self, batch: Any, *, asks: bool) -> Tensor | None:
         """The number of each sample in the global batch; None where the batch does not tell."""
         try:
             samples = batch_size(batch)
-        except DataError:
+        except DataError:  # on all ranks alike: it goes by the structure
             return None
         start = self._start(batch, samples, asks=asks)
-        return None if start is None else torch.arange(start, start + samples)
+        return torch.arange(start, start + samples)
 
-    def _start(self, batch: Any, samples: int, *, asks: bool) -> int | None:
-        layout, world = self._replica.layout, self._replica.world
+    def _start(self, batch: Any, samples: int, *, asks: bool) -> int:
+        layout, own = self._replica.layout, self._replica.coordinate.dp
         if layout.dp == 1:
             return 0
-        if (known := start_of(batch)) is not None:
-            return known
-        own = self._replica.coordinate.dp
-        if not asks or self._alone:
-            return own * samples
-        if self._nobody_draws:
-            return None
+        start = start_of(batch)
+        if self._counts_together and asks:
+            before = self._count(samples, start is not None)
+            start = before if start is None else start
+        return own * samples if start is None else start
+
+    def _count(self, samples: int, known: bool) -> int:
+        """How many samples the ranks before this one have. A collective, so all must come here."""
+        layout, own = self._replica.layout, self._replica.coordinate.dp
         randomness = self._replica.randomness
         assert randomness is not None
-        everyone = collectives.all_gather_object((samples, randomness.drew))
-        self._asked += 1
-        self._nobody_draws = self._asked >= _ASKED and not any(drew for _, drew in everyone)
-        counts = {layout.coordinate(r).dp: n for r, (n, _) in enumerate(everyone[: world.size])}
+        everyone = collectives.all_gather_object((samples, known, randomness.drew))
+        self._steps += 1
+        all_known = all(known for _, known, _ in everyone)
+        nobody_draws = self._steps >= _ASKED and not any(drew for _, _, drew in everyone)
+        self._counts_together = not all_known and not nobody_draws
+        counts = {layout.coordinate(rank).dp: n for rank, (n, _, _) in enumerate(everyone)}
         return sum(count for place, count in counts.items() if place < own)
 
 

@@ -43,6 +43,8 @@ class Subject:
     seed: int
     steps: int
     precision: str
+    randomness: str | None = None
+    """What to use instead of the run's own."""
 
     def build(self) -> Built:
         """A copy nobody has trained yet, the same on every rank."""
@@ -57,6 +59,8 @@ class Subject:
         # Compiled code would hide dropout from the prover, and takes longer than the proof.
         options = {**built.options, "compile": False}
         options["precision"] = self.precision
+        if self.randomness is not None:
+            options["randomness"] = self.randomness
         sharding = options.get("sharding")
         if sharding is not None and self.precision == "fp64":
             options["sharding"] = replace(sharding, dtype=None)  # it would compute in that one
