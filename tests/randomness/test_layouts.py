@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from drawing_models import batch, make, share_of, train, train_all
 from torch import nn
 
 import paceline
-from drawing_models import make, share_of, train, train_all
 from paceline import Layout
+from paceline.errors import TrainingError
 
 KINDS = ("gpt", "bert", "conv")
 TOLERANCE = {"rtol": 0, "atol": 1e-9}
@@ -161,6 +162,7 @@ class TimeFirst(nn.Module):
 @pytest.mark.parametrize("time", [4, 5])
 def test_samples_in_the_second_dimension(time: int) -> None:
     """Also where the sequence is as long as there are samples."""
+
     def losses(microbatch: int | None) -> list[float]:
         torch.manual_seed(0)
         model = TimeFirst()
@@ -204,7 +206,7 @@ def test_what_belongs_to_no_sample_is_named_or_refused() -> None:
     (note,) = step("layout-free").take_notes()
     assert "0 (OwnDraw) draws rand() of shape (3,)" in note
     assert step("fast").take_notes() == []
-    with pytest.raises(paceline.TrainingError, match=r"0 \(OwnDraw\) draws rand\(\) of shape"):
+    with pytest.raises(TrainingError, match=r"0 \(OwnDraw\) draws rand\(\) of shape"):
         step("strict")
 
 
@@ -222,8 +224,8 @@ def batches_of(dp: int) -> list[Any]:
             precision="fp64",
             layout=f"dp={dp}",
         )
-        for batch in paceline.loader(data, global_batch=7, seed=0, layout=engine.layout):
-            given = [value.clone() for value in batch] if anew else batch
+        for own in paceline.loader(data, global_batch=7, seed=0, layout=engine.layout):
+            given = [value.clone() for value in own] if anew else own
             found.append(engine.step(given).loss)
     return found
 
@@ -235,8 +237,8 @@ def test_batches_of_a_loader_and_of_ones_own(ranks: Any) -> None:
 
 
 @pytest.mark.waits
-def test_compiled_code_draws_the_same(ranks: Any) -> None:
-    """Whole models, and block by block: blocks share their code, and steps do as well."""
+def test_compiled_code_draws_the_same() -> None:
+    """Without a break in its graph, and with one graph for all steps."""
     from torch._dynamo.utils import counters
 
     options = {"precision": "fp32", "randomness": "strict"}
@@ -253,6 +255,4 @@ def train_fp32(**options: Any) -> list[float]:
     engine = paceline.Engine(
         model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, **options
     )
-    from drawing_models import batch
-
     return [engine.step(share_of(batch("gpt", n), engine.layout)).loss for n in range(3)]

@@ -48,10 +48,11 @@ def attribute(
     if computed:
         others = [dim for dim, size in enumerate(shape) if size == samples]
         fold = Attribution(0, shape[0] // samples) if shape[0] % samples == 0 else None
-        if fold is not None and (folded or not others):
+        between = [dim for dim in others if dim < len(shape) - 1]  # the last one holds features
+        if fold is not None and (folded or not between):
             return fold
-        if len(others) == 1:
-            return Attribution(others[0])
+        if len(between or others) == 1:
+            return Attribution((between or others)[0])
     if all(size == 1 for size in shape):
         return WHOLE_BATCH
     return None

@@ -297,6 +297,7 @@ HANDLERS: dict[Any, Handler] = {
     Tensor.cauchy_: _filling(("median", "sigma"), (0.0, 1.0), _fill_cauchy),
     Tensor.geometric_: _filling(("p",), (0.5,), _fill_geometric),
     **dict.fromkeys((torch.randperm, torch.poisson, torch.binomial, Tensor.random_), _refused),
+    **dict.fromkeys((F.fractional_max_pool2d, F.fractional_max_pool3d), _refused),
 }
 """Functions that draw, by what is called."""
 
@@ -312,8 +313,6 @@ INLINED = {
     for function in (
         F.multi_head_attention_forward,
         F.gumbel_softmax,
-        F.fractional_max_pool2d_with_indices,
-        F.fractional_max_pool3d_with_indices,
         nn.init.normal_,
         nn.init.uniform_,
     )
