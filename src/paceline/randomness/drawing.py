@@ -23,7 +23,7 @@ class Drawing(Protocol):
 
     def numbers(
         self,
-        what: str,
+        what: Any,
         shape: Sequence[int],
         *,
         computed: bool,
@@ -32,11 +32,11 @@ class Drawing(Protocol):
     ) -> DrawnNumbers | None:
         """The numbers of one draw; None where it is left to the rank's own stream.
 
-        ``shape`` is that of what this rank holds; ``shared``: all samples see the same numbers.
-        See :func:`paceline.randomness.attribution.attribute` for the rest.
+        ``what`` is the function, ``shape`` that of what this rank holds. ``shared``: all samples
+        see the same numbers. See :func:`paceline.randomness.attribution.attribute` for the rest.
         """
 
-    def leave(self, what: str, shape: tuple[int, ...]) -> None:
+    def leave(self, what: Any, shape: tuple[int, ...]) -> None:
         """A draw that cannot be controlled is left to the rank's own stream, or refused."""
 
     def note(self, key: str, text: str) -> None:

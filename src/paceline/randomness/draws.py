@@ -41,10 +41,6 @@ def tensors_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
 
-def _name(function: Any) -> str:
-    return f"{getattr(function, '__name__', function)}()"
-
-
 # ---------------------------------------------------------------------- new tensors
 
 
@@ -73,7 +69,7 @@ def _new(
     dtype = kwargs.get("dtype") or default or torch.get_default_dtype()
     if dtype.is_complex:
         return NotImplemented
-    drawn = random.numbers(_name(func), size, computed=False)
+    drawn = random.numbers(func, size, computed=False)
     if drawn is None:
         return NotImplemented
     device = kwargs.get("device") or torch.get_default_device()
@@ -89,7 +85,7 @@ def _like(take: Callable[[torch.dtype], Take]) -> Handler:
         dtype = kwargs.get("dtype") or given.dtype
         if dtype.is_complex:
             return NotImplemented
-        drawn = random.numbers(_name(func), given.shape, computed=True, shared=is_shared(given))
+        drawn = random.numbers(func, given.shape, computed=True, shared=is_shared(given))
         if drawn is None:
             return NotImplemented
         made = drawn.of(take(dtype)).to(kwargs.get("device") or given.device)
@@ -141,7 +137,7 @@ def _torch_normal(random: Drawing, func: Any, args: Any, kwargs: dict[str, Any])
         made = _new(random, func, tuple(named["size"]), kwargs, _normal)
     else:
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-        drawn = random.numbers(_name(func), shape, computed=True)
+        drawn = random.numbers(func, shape, computed=True)
         made = NotImplemented if drawn is None else drawn.of(_normal(tensors[0].dtype))
     return made if made is NotImplemented else made * std + mean
 
@@ -154,7 +150,7 @@ def _bernoulli(random: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) ->
     given, p = named["input"], named.get("p")
     if named.get("out") is not None:
         return NotImplemented
-    drawn = random.numbers(_name(func), given.shape, computed=True, shared=is_shared(given))
+    drawn = random.numbers(func, given.shape, computed=True, shared=is_shared(given))
     if drawn is None:
         return NotImplemented
     limit = given if p is None else p
@@ -168,13 +164,13 @@ def _multinomial(random: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) 
     if named.get("out") is not None:
         return NotImplemented
     if named.get("replacement") and count > 1:
-        drawn = random.numbers(_name(func), (*weights.shape[:-1], count), computed=True)
+        drawn = random.numbers(func, (*weights.shape[:-1], count), computed=True)
         if drawn is None:
             return NotImplemented
         sums = weights.double().cumsum(-1)
         at = drawn.of(_uniform(torch.float64)) * sums[..., -1:]
         return torch.searchsorted(sums, at, right=True).clamp_(max=weights.shape[-1] - 1)
-    drawn = random.numbers(_name(func), weights.shape, computed=True)
+    drawn = random.numbers(func, weights.shape, computed=True)
     if drawn is None:
         return NotImplemented
     # A race: the first to arrive, where each arrives at its own rate.
@@ -195,7 +191,7 @@ def _filling(names: Sequence[str], defaults: Sequence[Any], fill: Callable[..., 
         settings = dict(zip(names, defaults, strict=True))
         settings |= dict(zip(names, given, strict=False))
         settings |= {name: value for name, value in kwargs.items() if name in settings}
-        drawn = random.numbers(_name(func), target.shape, computed=False)
+        drawn = random.numbers(func, target.shape, computed=False)
         if drawn is None:
             return NotImplemented
         with torch.no_grad():
@@ -218,7 +214,7 @@ def _bernoulli_(random: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     if not isinstance(p, Tensor):
         return _FILL_BERNOULLI(random, func, args, kwargs)
-    drawn = random.numbers(_name(func), target.shape, computed=False)
+    drawn = random.numbers(func, target.shape, computed=False)
     if drawn is None:
         return NotImplemented
     with torch.no_grad():
@@ -260,7 +256,7 @@ def _fill_geometric(dtype: torch.dtype, p: float) -> Take:
 def _refused(random: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """No element of it belongs to a sample, or torch computes it out of sight."""
     given = next((value for value in args if isinstance(value, Tensor)), None)
-    random.leave(_name(func), () if given is None else tuple(given.shape))
+    random.leave(func, () if given is None else tuple(given.shape))
     return NotImplemented
 
 

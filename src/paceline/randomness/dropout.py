@@ -17,6 +17,15 @@ from paceline.randomness.drawing import Drawing
 from paceline.randomness.table import DrawnNumbers
 
 _ALPHA = 1.7580993408473766  # of the SELU, as in torch's alpha_dropout
+_IN_PLACE = frozenset(
+    (
+        *(torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_),
+        *(torch.feature_alpha_dropout_, torch.rrelu_),
+    )
+)
+_BY_CHANNEL = frozenset(
+    (F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_)
+)
 _WITHOUT_BATCH = {F.dropout1d: 2, F.dropout3d: 4}
 """Dimensions with which torch takes a tensor for one sample."""
 
@@ -48,7 +57,7 @@ def alpha_dropout(random: Drawing, func: Any, args: Any, kwargs: dict[str, Any])
     given, rate, training, inplace = _settings(func, args, kwargs, rate=0.5)
     if not training or not 0 < rate < 1:
         return NotImplemented
-    by_channel = "feature" in func.__name__
+    by_channel = func in _BY_CHANNEL
     drawn = _numbers(random, func, given, _channels(func, given) if by_channel else given.shape)
     if drawn is None:
         return NotImplemented
@@ -72,7 +81,7 @@ def rrelu(random: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     slope = drawn.of(lambda n: n.uniform(given.dtype)) * (upper - lower) + lower
     factor = torch.where(given.detach() < 0, slope, torch.ones_like(slope))
-    inplace = named.get("inplace", False) is True or func.__name__.endswith("_")
+    inplace = named.get("inplace", False) is True or func in _IN_PLACE
     return given.mul_(factor) if inplace else given * factor
 
 
@@ -107,7 +116,7 @@ def _settings(
     """Input, rate, training and inplace of any of the functions."""
     named = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **kwargs}
     training = named.get("training", named.get("train", func is not F.alpha_dropout))
-    inplace = bool(named.get("inplace", False)) or func.__name__.endswith("_")
+    inplace = bool(named.get("inplace", False)) or func in _IN_PLACE
     return named["input"], float(named.get("p", rate)), bool(training), inplace
 
 
@@ -125,11 +134,11 @@ def is_shared(tensor: Tensor) -> bool:
 def _numbers(
     random: Drawing, func: Any, given: Tensor, shape: Sequence[int]
 ) -> DrawnNumbers | None:
-    name, shared = f"{func.__name__}()", is_shared(given)
+    shared = is_shared(given)
     part = random.part
     if part is None or tuple(shape) == tuple(given.shape):
-        return random.numbers(name, shape, computed=True, shared=shared)
+        return random.numbers(func, shape, computed=True, shared=shared)
     whole = [whole if size > 1 or old == size else 1
              for whole, size, old in zip(part.shape, shape, given.shape, strict=True)]  # fmt: skip
     with random.on_part(part.resized(whole)):
-        return random.numbers(name, shape, computed=True, shared=shared)
+        return random.numbers(func, shape, computed=True, shared=shared)

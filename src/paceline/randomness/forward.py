@@ -169,7 +169,7 @@ class ForwardRandomness:
 
     def numbers(
         self,
-        what: str,
+        what: Any,
         shape: Sequence[int],
         *,
         computed: bool,
@@ -220,7 +220,7 @@ class ForwardRandomness:
             self._seen[place] = found
         return found
 
-    def _leave(self, what: str, frame: Frame, shape: tuple[int, ...], samples: int | None) -> None:
+    def _leave(self, what: Any, frame: Frame, shape: tuple[int, ...], samples: int | None) -> None:
         """Refuse a draw that belongs to no samples, or say once that it is the rank's own."""
         module = f"{frame.site.name or 'the model itself'} ({frame.site.kind})"
         why = (
@@ -228,21 +228,22 @@ class ForwardRandomness:
             if samples is None
             else f"none of its dimensions holds the {samples} samples of the microbatch"
         )
-        told = f"{module} draws {what} of shape {shape}, and {why}"
+        drawn = f"{what.__name__}()"
+        told = f"{module} draws {drawn} of shape {shape}, and {why}"
         if self.strict:
             raise TrainingError(
                 f"randomness='strict': {told}, so that its numbers would depend on the layout. "
                 "Draw a tensor whose first dimension is the batch, or set "
                 "randomness='layout-free', which leaves this draw to each rank's own stream."
             )
-        self.left[module] = what
+        self.left[module] = drawn
         self.note(
             module,
             f"randomness: {told}: it comes from each rank's own stream, and so depends on the "
             "layout. randomness='strict' would refuse it",
         )
 
-    def leave(self, what: str, shape: tuple[int, ...]) -> None:
+    def leave(self, what: Any, shape: tuple[int, ...]) -> None:
         """A draw that cannot be controlled is left to the rank's own stream, or refused."""
         assert self.current is not None
         self._leave(what, RUNNING.stack[-1], shape, self.current.count)

@@ -29,7 +29,7 @@ def attention(random: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (key, value))
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     shape = (*batch, query.shape[-2], key.shape[-2])
-    drawn = random.numbers("scaled_dot_product_attention()", shape, computed=True, folded=True)
+    drawn = random.numbers(func, shape, computed=True, folded=True)
     if drawn is None:
         return NotImplemented
     if not torch.compiler.is_compiling():
@@ -65,7 +65,7 @@ def recurrent(random: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     if isinstance(args[1], Tensor) and isinstance(args[3], list | tuple):  # a packed sequence
         _, _, _, _, _, layers, rate, training, _ = args
         if training and rate and layers > 1:
-            random.leave(f"the dropout of a packed sequence in {func.__name__}()", (len(args[0]),))
+            random.leave(func, (len(args[0]),))
         return NotImplemented
     x, hidden, weights, biases, layers, rate, training, both_ways, batch_first = args
     if not training or not 0 < rate < 1 or layers == 1:
@@ -83,7 +83,7 @@ def recurrent(random: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         ends.append(tuple(end))
         if layer < layers - 1:
             drawn = random.numbers(
-                f"the dropout in {func.__name__}()",
+                func,
                 x.shape,
                 computed=True,
                 time_first=not batch_first,

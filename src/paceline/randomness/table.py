@@ -91,7 +91,7 @@ def _positions(
     """Where each held element stands in the whole tensor, not counting the samples' dimension."""
     dims = [dim for dim in range(len(shape)) if dim != without]
     if part is None:
-        count = math.prod(shape[dim] for dim in dims)
+        count = math.prod([shape[dim] for dim in dims])
         return torch.arange(count, dtype=torch.int32, device=device)
     total = torch.zeros((), dtype=torch.int32, device=device)
     stride = 1
