@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_check.py [PART OF A NAME ...]
 
-Two ranks share the GPU over Gloo, because NCCL refuses two ranks on one device; NCCL itself is
-checked in a world of one, and where it matters between two ranks that pass for different hosts.
+Where there are several ranks, they share the GPU over real NCCL (``share_gpu``). Every layout is
+checked in the same way by nccl_matrix.py; here are the things that need no second layout.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 
 import paceline
 from paceline.models import GPT, token_cross_entropy
+from paceline.testing import RankPool
 
 
 def train(device: str, precision: str = "fp32", steps: int = 5, **options: Any) -> list[float]:
@@ -87,11 +87,11 @@ def two_ranks(precision: str, tolerance: float) -> str:
     return close(several("cuda", precision), reference_losses[precision], tolerance)
 
 
-def compressed(form: str, ranks: int, layout: str, tolerance: float, *, inline: bool) -> str:
-    """The same on GPU and CPU; ``inline``: on a stream beside the backward, as with NCCL."""
+def compressed(form: str, ranks: int, layout: str, tolerance: float) -> str:
+    """The same over NCCL, on a stream beside the backward, and over Gloo, by a thread."""
     options = {"compress": paceline.Compression(form, warmup_steps=0), "layout": layout}
     on_cpu = several("cpu", "fp64", ranks, **options)
-    return close(several("cuda", "fp64", ranks, inline, **options), on_cpu, tolerance)
+    return close(several("cuda", "fp64", ranks, **options), on_cpu, tolerance)
 
 
 def local_steps(tolerance: float, **options: Any) -> str:
@@ -101,97 +101,23 @@ def local_steps(tolerance: float, **options: Any) -> str:
     return close(several("cuda", "fp64", **chosen), on_cpu, tolerance)
 
 
-def several(
-    device: str, precision: str, size: int = 2, inline: bool = False, **options: Any
-) -> list[float]:
-    """The losses of ``size`` ranks that share the GPU, or are on the CPU."""
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    port = _free_port()
-    ranks = [
-        context.Process(
-            target=_rank, args=(rank, size, port, device, precision, inline, options, queue)
-        )
-        for rank in range(size)
-    ]
-    for rank in ranks:
-        rank.start()
-    losses = [queue.get() for _ in ranks]
-    for rank in ranks:
-        rank.join()
-    failed = [found for found in losses if isinstance(found, str)]
-    assert not failed, failed[0]
+def several(device: str, precision: str, size: int = 2, **options: Any) -> list[float]:
+    """The losses of ``size`` ranks on the CPU, or that share the GPU over NCCL."""
+    losses = pool().run(
+        functools.partial(train, device, precision, microbatch=2, **options),
+        world_size=size,
+        device=device,
+        share_gpu=device == "cuda",
+        timeout=120,
+    )
     assert all(found == losses[0] for found in losses)
     return losses[0]
 
 
-def _rank(
-    rank: int,
-    size: int,
-    port: int,
-    device: str,
-    precision: str,
-    inline: bool,
-    options: dict[str, Any],
-    queue: Any,
-) -> None:
-    os.environ.update(_environment(rank, size, port))
-    place = "cuda:0" if device == "cuda" else "cpu"
-    try:
-        if inline:
-            from paceline.sync import averaging
-
-            averaging._by_nccl = lambda world: True
-        with paceline.World.init(backend="gloo", device=place):
-            queue.put(train(device, precision, microbatch=2, **options))
-    except Exception:
-        queue.put(traceback.format_exc())
-
-
-def without_gradients(precision: str, layout: str) -> str:
-    """Two NCCL ranks of which one trains nothing: both must meet on the GPU all the same."""
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    port = _free_port()
-    ranks = [
-        context.Process(target=_half_frozen, args=(rank, port, precision, layout, queue))
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-    stuck = [number for number, rank in enumerate(ranks) if rank.is_alive()]
-    for number in stuck:
-        ranks[number].terminate()
-    assert not stuck, f"ranks {stuck} hang"
-    norms = [queue.get() for _ in ranks]
-    assert norms[0] == norms[1] > 0, norms
-    return f"norm {norms[0]:.3f} on both ranks"
-
-
-def _half_frozen(rank: int, port: int, precision: str, layout: str, queue: Any) -> None:
-    """The first half of the model is frozen: with pp=2 that is all that rank 0 holds."""
-    os.environ.update(_environment(rank, 2, port))
-    # To NCCL they are two hosts, or it would refuse them one GPU.
-    os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    with paceline.World.init(device="cuda:0"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-        model[:2].requires_grad_(False)
-        engine = paceline.Engine(
-            model,
-            loss=F.cross_entropy,
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-            layout=layout,
-            precision=precision,
-            clip_norm=1.0,
-        )
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(4, 16, generator=generator)
-            result = engine.step((x, torch.randint(0, 16, (4,), generator=generator)))
-        queue.put(result.grad_norm)
+@functools.cache
+def pool() -> RankPool:
+    """Live ranks for all checks."""
+    return RankPool(preload=["paceline.models.gpt"])
 
 
 def nan_is_named() -> str:
@@ -247,28 +173,24 @@ CHECKS: dict[str, Callable[[], str]] = {
     "compiled": lambda: one_gpu("fp32", 1e-3, compile=True),
     "accumulation": lambda: one_gpu("fp64", 1e-10, microbatch=3),
     "NCCL, world of one": nccl_world_of_one,
-    "two ranks on one GPU over Gloo, fp64": lambda: two_ranks("fp64", 1e-10),
-    "two ranks on one GPU over Gloo, bf16": lambda: two_ranks("bf16", 2e-2),
+    "two ranks on one GPU, fp64": lambda: two_ranks("fp64", 1e-10),
+    "two ranks on one GPU, bf16": lambda: two_ranks("bf16", 2e-2),
     # Both add up in another order: a rounding that falls the other way shows in the last digits.
     **{
-        f"{form}, {layout}{', on a stream' if inline else ''}, against the CPU": functools.partial(
-            compressed, form, ranks, layout, 1e-6, inline=inline
+        f"{form}, {layout}, against the CPU": functools.partial(
+            compressed, form, ranks, layout, 1e-6
         )
-        for form, ranks, layout, inline in (
-            ("fp16", 2, "dp=2", False),
-            ("int8", 2, "dp=2", False),
-            ("int8", 3, "dp=3", False),
-            ("sign", 3, "dp=3", False),
-            ("topk:0.1", 2, "dp=2", False),
-            ("topk:0.1", 2, "dp=2", True),
-            ("randomk:0.1", 2, "dp=2", True),
-            ("powersgd:2+bf16", 2, "dp=2", True),
-            ("int8", 2, "dp=2,zero=2", False),
+        for form, ranks, layout in (
+            ("fp16", 2, "dp=2"),
+            ("int8", 2, "dp=2"),
+            ("int8", 3, "dp=3"),
+            ("sign", 3, "dp=3"),
+            ("topk:0.1", 2, "dp=2"),
+            ("randomk:0.1", 2, "dp=2"),
+            ("powersgd:2+bf16", 2, "dp=2"),
+            ("int8", 2, "dp=2,zero=2"),
         )
     },
-    "a rank without gradients, NCCL": lambda: without_gradients("fp32", "pp=2"),
-    "a rank without gradients, NCCL, fp16": lambda: without_gradients("fp16", "pp=2"),
-    "a rank without gradients, NCCL, zero": lambda: without_gradients("fp16", "dp=2,zero=3"),
     "NaN is named": nan_is_named,
     "the loader pins memory": loader_pins_memory,
     "random state": random_state_round_trip,

@@ -61,8 +61,13 @@ def _warm_starts() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
-    """As the plugin's, with more patience: several workers share the machine."""
-    with RankPool(preload=["pytest"], timeout=180) as pool:
+    """As the plugin's, with more patience: several workers share the machine.
+
+    Many tests train models of transformers, which takes longer to import than to train.
+    """
+    with RankPool(
+        preload=["pytest", "transformers.models.gpt2.modeling_gpt2"], timeout=180
+    ) as pool:
         yield pool
 
 

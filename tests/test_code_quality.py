@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -52,3 +53,10 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_docstrings_are_plain_text() -> None:
+    """As ``help()`` and the site show them: without Sphinx roles."""
+    role = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`")
+    files = sorted((ROOT / "src").rglob("*.py"))
+    assert [str(file) for file in files if role.search(file.read_text(encoding="utf-8"))] == []

@@ -174,6 +174,15 @@ def test_fsdp_takes_a_root_before_it_runs() -> None:
         dist.destroy_process_group()
 
 
+def test_aborting_forgets_every_process_group() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    dist.new_group([0])
+    torch_internals.abort_process_groups()
+    assert not dist.is_initialized(), torch.__version__
+    dist.init_process_group("fake", rank=0, world_size=2)  # as if there had never been one
+    dist.destroy_process_group()
+
+
 def test_modules_and_tensors_have_the_attributes_that_are_read() -> None:
     # Hooks of a unit, its parameters by name, and whether a value was changed or is a view.
     module = nn.Linear(2, 2)

@@ -31,7 +31,7 @@ class Notes:
         self._read_to = 0
 
     def read(self) -> list[StepNote]:
-        """What came since the last call; :attr:`all` has everything."""
+        """What came since the last call; ``all`` has everything."""
         if not self.path.exists():
             return []
         with open(self.path, "rb") as file:

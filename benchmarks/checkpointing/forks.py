@@ -27,7 +27,7 @@ Say = Callable[..., None]
 
 
 class Here:
-    """A rank's place, inside it. ``say`` reaches :meth:`Rank.hear` of the parent."""
+    """A rank's place, inside it. ``say`` reaches ``Rank.hear`` of the parent."""
 
     def __init__(self, rank: int, world: int, store: Path, say: Say) -> None:
         self.rank, self.world, self.say = rank, world, say

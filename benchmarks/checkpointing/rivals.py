@@ -56,7 +56,7 @@ class Paceline(Saves):
     manifest = MANIFEST
 
     def save(self, here: Here, root: Path, step: int, tensors: Tensors) -> None:
-        """See :meth:`Saves.save`."""
+        """See ``Saves.save``."""
         objects = {f"random/{here.rank}": {"step": step, "numbers": list(range(1000))}}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         rows = rows_in(tensors, here.rank, here.world)
@@ -64,7 +64,7 @@ class Paceline(Saves):
         save(Folder(root), step, state, info={"world_size": here.world}, group=here.group())
 
     def load(self, root: Path, step: int, into: Tensors) -> Tensors:
-        """See :meth:`Saves.load`."""
+        """See ``Saves.load``."""
         checkpoint = Folder(root).get(step)
         for name in checkpoint.manifest.objects:
             if checkpoint.read_object(name)["step"] != step:
@@ -80,7 +80,7 @@ class Distributed(Saves):
     manifest = ".metadata"
 
     def save(self, here: Here, root: Path, step: int, tensors: Tensors) -> None:
-        """See :meth:`Saves.save`."""
+        """See ``Saves.save``."""
         folder = self.folder(root, step)
         if here.group() is None:
             with quiet():
@@ -92,7 +92,7 @@ class Distributed(Saves):
                 dcp.save(sharded, storage_writer=dcp.FileSystemWriter(folder))
 
     def load(self, root: Path, step: int, into: Tensors) -> Tensors:
-        """See :meth:`Saves.load`."""
+        """See ``Saves.load``."""
         with quiet():
             reader = dcp.FileSystemReader(self.folder(root, step))
             dcp.load(into, storage_reader=reader, no_dist=True)
@@ -105,13 +105,13 @@ class TorchSave(Saves):
     name = "torch.save"
 
     def save(self, here: Here, root: Path, step: int, tensors: Tensors) -> None:
-        """See :meth:`Saves.save`."""
+        """See ``Saves.save``."""
         if here.rank == 0:
             self.folder(root, step).mkdir(parents=True, exist_ok=True)
             torch.save(tensors, self.folder(root, step) / "state.pt")
 
     def load(self, root: Path, step: int, into: Tensors) -> Tensors:
-        """See :meth:`Saves.load`."""
+        """See ``Saves.load``."""
         return torch.load(self.folder(root, step) / "state.pt", weights_only=True)
 
 

@@ -90,7 +90,7 @@ def steps_within(steps: Sequence[Step], seconds: float) -> int | None:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes a step and rank, over the same steps: see :class:`Row`."""
+    """Bytes a step and rank, over the same steps: see ``Row``."""
 
     kernel: float | None = None
     payload: float | None = None

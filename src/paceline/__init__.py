@@ -69,7 +69,17 @@ _HOME = {
     "verify": "paceline.prove",
 }
 # Modules that are public under their own name.
-_MODULES = ("checkpoint", "config", "data", "errors", "events", "models", "options", "testing")
+_MODULES = (
+    "checkpoint",
+    "config",
+    "data",
+    "errors",
+    "events",
+    "models",
+    "options",
+    "testing",
+    "track",
+)
 
 __all__ = [*_HOME, "__version__", "errors", "events"]
 

@@ -31,7 +31,7 @@ _MOST_BYTES = 64 * 1024
 class Secret:
     """A credential by its reference, ``env:NAME`` or ``file:/path``; ``reveal()`` reads it.
 
-    Shown anywhere, it is its reference; one made by :meth:`of` is ``***``. As a key of the schema
+    Shown anywhere, it is its reference; one made by ``of`` is ``***``. As a key of the schema
     it takes a reference and is written out as one. Raises ``ValueError`` for anything else.
     """
 
@@ -49,7 +49,7 @@ class Secret:
         return made
 
     def reveal(self) -> str:
-        """The credential, read now; :class:`ConfigError` says why it cannot be had."""
+        """The credential, read now; ``ConfigError`` says why it cannot be had."""
         if self._value is not None:
             return self._value
         kind, _, name = self.reference.partition(":")
@@ -120,7 +120,7 @@ def check_no_literals(value: Any, path: tuple[str, ...] = (), *, bare_key: bool 
 
 
 def references(value: Any, *, everywhere: bool = True, name: str = "") -> list[str]:
-    """The references in ``value`` and whatever it holds; see :func:`revealed`."""
+    """The references in ``value`` and whatever it holds; see ``revealed``."""
     found: list[str] = []
     _replaced(value, name, everywhere, False, lambda reference: found.append(str(reference)))
     return found

@@ -1,10 +1,16 @@
-"""Numbers for people: losses, times, sizes, rates, counts, and lists of ranks."""
+"""Numbers and choices for people: losses, times, sizes, rates, counts, lists of ranks."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+
+def one_of(choices: Iterable[object]) -> str:
+    """What a value must be, after "must be": "one of fp32, bf16"; of one choice, that."""
+    found = list(choices)
+    return f"one of {', '.join(map(str, found))}" if len(found) > 1 else repr(found[0])
 
 
 def number(value: float) -> str:

@@ -23,7 +23,7 @@ def leaves(
 ) -> Iterator[Any]:
     """Everything in ``value`` that is not a container, in order.
 
-    Of a dataclass these are the fields that its ``__init__`` takes, which :func:`map_leaves` can
+    Of a dataclass these are the fields that its ``__init__`` takes, which ``map_leaves`` can
     change; with ``every_field`` the others too.
     """
     parts = None if is_leaf is not None and is_leaf(value) else parts_of(value, every_field)
@@ -68,14 +68,14 @@ def map_leaves(
 
 
 def tensors(value: Any, *, every_field: bool = False) -> Iterator[Tensor]:
-    """The tensors in ``value``, in order; see :func:`leaves`."""
+    """The tensors in ``value``, in order; see ``leaves``."""
     for leaf in leaves(value, every_field=every_field):
         if isinstance(leaf, Tensor):
             yield leaf
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """``value`` with ``change`` applied to the tensors in it; see :func:`map_leaves`."""
+    """``value`` with ``change`` applied to the tensors in it; see ``map_leaves``."""
     return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
@@ -93,7 +93,7 @@ def parts_of(value: Any, every_field: bool = False) -> dict[Any, Any] | None:
 
 
 def with_parts(value: Any, parts: dict[Any, Any]) -> Any:
-    """A container like ``value`` that holds ``parts``, which have the keys of :func:`parts_of`."""
+    """A container like ``value`` that holds ``parts``, which have the keys of ``parts_of``."""
     if isinstance(value, list):
         return _list_like(value, list(parts.values()))
     if isinstance(value, tuple):

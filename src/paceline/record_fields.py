@@ -20,8 +20,8 @@ Read = Callable[[Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """What a field asks for besides its type: ``Annotated[float, Rule("…", lambda v: v > 0)]``."""
+class FieldRule:
+    """What a field asks for besides its type: ``Annotated[float, FieldRule("…", check)]``."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -106,7 +106,7 @@ _PLAIN: dict[Any, Read] = {
 }
 
 
-def _ruled(read: Read, rule: Rule) -> Read:
+def _ruled(read: Read, rule: FieldRule) -> Read:
     def check(value: Any) -> Any:
         found = read(value)
         if not rule.holds(found):
@@ -146,7 +146,7 @@ def _either(reads: list[Read]) -> Read:
     return first
 
 
-FINITE = Rule("a finite number of a clock's size", lambda value: abs(value) <= 1e12)
-MOMENT = Rule("a time between 1970 and 9999", lambda value: 0 <= value < 2.5e11)
-POSITIVE = Rule("1 or more", lambda value: value >= 1)
-NOT_EMPTY = Rule("given for one rank at least", bool)
+FINITE = FieldRule("a finite number of a clock's size", lambda value: abs(value) <= 1e12)
+MOMENT = FieldRule("a time between 1970 and 9999", lambda value: 0 <= value < 2.5e11)
+POSITIVE = FieldRule("1 or more", lambda value: value >= 1)
+NOT_EMPTY = FieldRule("given for one rank at least", bool)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -101,6 +103,19 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+# ---- meshes ----
+
+
+def unflattened_mesh(
+    mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:
+    """The ranks of a one-dimensional ``mesh`` as a grid, row by row; FSDP2 can cut further.
+
+    A collective of the whole world: torch makes the groups of all ranks at once.
+    """
+    return mesh._unflatten(0, sizes, names)
+
+
 # ---- FSDP ----
 
 
@@ -111,6 +126,17 @@ def make_fsdp_root(module: nn.Module) -> None:
     """
     state: Any = module
     state._get_fsdp_state()._lazy_init()
+
+
+# ---- process groups ----
+
+
+def abort_process_groups() -> None:
+    """Abort what is under way in every NCCL communicator of this process, and forget all groups.
+
+    ``destroy_process_group`` would wait for it, and so for ranks that may never come.
+    """
+    dist.distributed_c10d._abort_process_group()
 
 
 # ---- modules ----

@@ -50,7 +50,7 @@ class NotReadable(OSError):
 def open_descriptor(path: str | os.PathLike[str], most: int | None = None) -> int:
     """A descriptor for reading the regular file ``path``; never waits for whoever would write it.
 
-    Raises :class:`NotReadable` for anything but a regular file, and for one of more than ``most``
+    Raises ``NotReadable`` for anything but a regular file, and for one of more than ``most``
     bytes.
     """
     # A FIFO is opened at once, too, and then seen to be one; regular files do not mind the flag.
@@ -80,7 +80,7 @@ def _regular(descriptor: int, path: str | os.PathLike[str]) -> os.stat_result:
 def open_to_append(path: str | os.PathLike[str], mode: int = 0o666) -> int:
     """A descriptor for reading ``path`` and for adding to it; the file is made where it is missing.
 
-    Raises :class:`NotReadable` for a link, so that nothing is written to where it leads, and for
+    Raises ``NotReadable`` for a link, so that nothing is written to where it leads, and for
     anything else but a regular file.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
@@ -111,7 +111,7 @@ def write_private(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def open_file(path: str | os.PathLike[str], most: int | None = None) -> BinaryIO:
-    """The same as :func:`open_descriptor`, as a file object."""
+    """The same as ``open_descriptor``, as a file object."""
     return os.fdopen(open_descriptor(path, most), "rb")
 
 
@@ -149,7 +149,7 @@ def read_lines(file: BinaryIO, longest: int) -> Iterator[bytes | None]:
 def parse_json(text: str | bytes) -> Any:
     """The value in ``text``; whatever is wrong with it is a ``ValueError`` that says so.
 
-    Stricter than :func:`json.loads`: a key given twice is refused (which one would count?), and so
+    Stricter than ``json.loads``: a key given twice is refused (which one would count?), and so
     is nesting deeper than the parser can follow. NaN and infinity pass, since Python writes them.
     """
     try:

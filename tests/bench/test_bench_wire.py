@@ -236,7 +236,7 @@ def test_mistakes_are_told_before_anything_starts(
         ({"formats": "topk"}, "--formats: 'topk' needs its ratio, as in topk:0.01"),
         ({"formats": "local"}, "'local' needs its steps between two meetings"),
         ({"formats": "local:0"}, "every=0 must be a whole number, 1 or more"),
-        ({"formats": "local:5:sum"}, "method='sum' must be 'average' or 'diloco'"),
+        ({"formats": "local:5:sum"}, "method='sum' must be one of average, diloco"),
         ({"formats": " , "}, "names none: give some"),
         ({"steps": 2}, "--steps 2: must be 5 or more"),
         ({"seconds": 0.0}, "--seconds 0: must be a number of seconds above 0"),

@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def s3_options() -> Iterator[dict[str, Any]]:
-    """What :func:`open_storage` needs to reach the server; the bucket is called ``bucket``."""
+    """What ``open_storage`` needs to reach the server; the bucket is called ``bucket``."""
     import boto3
     from botocore.config import Config
     from moto.server import ThreadedMotoServer

@@ -307,7 +307,7 @@ def test_damaged_bytes_are_not_exported(checkpoint: Checkpoint, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
-        ("m", {"format": "onnx"}, "unknown format 'onnx'; it is one of safetensors, hf, torch"),
+        ("m", {"format": "onnx"}, "format 'onnx' must be one of safetensors, hf, torch"),
         ("no/m", {"format": "torch"}, "there is no folder"),
         ("m", {"format": "torch", "dtype": "int8"}, "dtype int8: give a floating-point one"),
         ("m", {"format": "torch", "dtype": "flot"}, "dtype flot: give a floating-point one"),

@@ -247,7 +247,7 @@ def test_a_disk_that_takes_nothing(
     assert "'r/config.yaml' cannot be written: No space left on device." in said
     assert "Traceback" not in said
     with monkeypatch.context() as patch:  # anything else that the system refuses
-        patch.setattr("paceline.cli.train._launch", lambda *_, **__: full(Path("x")))
+        patch.setattr("paceline.cli.train_config._launch", lambda *_, **__: full(Path("x")))
         status, said = train("c.yaml", "--run-dir", "s")
     assert (status, said.splitlines()[-1]) == (2, "x: No space left on device")
     assert open_run("s").path == Path("s")

@@ -91,9 +91,8 @@ def train(
             ["--zebra"],
             [
                 "--zebra: no such option; there are --script, --nproc, --nnodes, --rdzv, "
-                "--secret-file, --layout, "
-                "--on, --set, --resume, --run-dir, --max-restarts. Any value of the config is set "
-                "by --set key=value"
+                "--secret-file, --layout, --on, --set, --resume, --run-dir, --max-restarts, "
+                "--share-gpu. Any value of the config is set by --set key=value"
             ],
         ),
         (["--script", "nowhere.py"], ["--script nowhere.py: there is no such file"]),
@@ -128,6 +127,19 @@ def test_wrong_usage_is_refused_all_at_once(
     assert (status, out) == (2, "")
     assert sorted(err.splitlines()) == sorted(problems)
     assert list(tmp_path.iterdir()) == [], "no run folder is left behind"
+
+
+def test_a_script_that_has_ended_is_followed_by_its_run_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("s.py").write_text("")
+    refuse(monkeypatch, "--script", "s.py", "--run-dir", "r")
+    monkeypatch.setattr("paceline.launch.local.launch", lambda job: None)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out) == (0, ""), "standard output is the script's"
+    assert err.splitlines()[-1] == "  run folder       r"
 
 
 @pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5"])
@@ -194,19 +206,19 @@ def test_ctrl_c_before_the_ranks_are_started(
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.config.load", interrupted)
+    monkeypatch.setattr("paceline.cli.train_config.load", interrupted)
     status, _, err = train(monkeypatch, capsys)
     assert (status, err) == (130, "interrupted before the ranks were started\n")
 
 
 def test_nproc_changes_a_config_that_has_its_layout_written_out(tmp_path: Path) -> None:
-    from paceline.cli.train import _Request
+    from paceline.cli.train_request import TrainRequest
     from paceline.config import dump, load, resolve
 
     written = tmp_path / "my.yaml"
     written.write_text(dump(resolve(load(None), devices=0)))
     for flag in ("launch.nproc=4", "layout=dp=4"):
-        request = _Request([str(written)], None, [], {flag: "--flag"}, [], None, None)
+        request = TrainRequest([str(written)], None, [], {flag: "--flag"}, [], None, None)
         request.adjust_ranks_of(load(written))
         config = resolve(request.load(str(written)), devices=0)
         assert (config.layout, config.launch.nproc) == ("dp=4", 4)

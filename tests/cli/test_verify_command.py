@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
+from paceline.prove import devices
 from paceline.testing.pool import RankPool
 from paceline.testing.processes import pids, was_started_with
 
@@ -99,7 +100,7 @@ def test_list_plants(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
 
 WRONG = {
     (): "no layout to verify: name at least one, like --layout dp=2",
-    ("--layout=dq=2",): "layout 'dq=2': 'dq' is not one of dp, zero, replicas, tp, pp, cp, ep. "
+    ("--layout=dq=2",): "layout 'dq=2': 'dq' must be one of dp, zero, replicas, tp, pp, cp, ep. "
     'Write it like "dp=4,tp=2".',
     ("--layout=dp=0",): "layout: dp=0 must be 1 or more.",
     ("--layout=auto",): "layout 'auto' does not say how many ranks it takes. Write it like 'dp=2'.",
@@ -125,7 +126,7 @@ WRONG = {
     (
         "--layout=dp=2",
         "--plant=gremlin",
-    ): "plant 'gremlin' is not one of missing-all-reduce, wrong-average, unscaled-loss, "
+    ): "plant 'gremlin' must be one of missing-all-reduce, wrong-average, unscaled-loss, "
     "wrong-accumulation, skipped-microbatch, local-clip, double-sample, stale-parameter, "
     "stale-shard, stale-buffer, stale-tied-weight, shard-clip, wrong-copies, row-parallel-bias, "
     "missing-tp-reduce, untied-stages, pipeline-scale",
@@ -161,6 +162,16 @@ WRONG = {
         "--layout=dp=2,schedule=zbv",
     ): "layout 'dp=2,schedule=zbv': schedule is that of a pipeline, but pp=1. Add pp=2 or more, or "
     "leave schedule out.",
+    ("--layout=dp=2", "--device=gpu"): "device=gpu must be one of auto, cpu, cuda",
+    (
+        "--layout=dp=2",
+        "--device=cuda",
+    ): "device=cuda, but torch can use no GPU on this machine; use cpu, or a torch built for CUDA "
+    "on a machine with a GPU",
+    (
+        "--layout=dp=2",
+        "--share-gpu",
+    ): "share_gpu needs a GPU, but torch can use none on this machine; leave it out",
     ("nowhere.yaml", "--layout=dp=2"): "nowhere.yaml: no such file",
 }
 
@@ -176,6 +187,7 @@ def test_mistakes_are_named_before_any_process_starts(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(RankPool, "run", never)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 0)
     monkeypatch.chdir(tmp_path)  # an error about a missing config names those that are here
     status = verify(*arguments, monkeypatch=monkeypatch)
     printed = capfd.readouterr()

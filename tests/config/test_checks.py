@@ -17,15 +17,42 @@ def problems(*overrides: str, gpus: int) -> list[str]:
 def test_more_ranks_than_gpus() -> None:
     assert problems("launch.nproc=4", gpus=2) == [
         "--set launch.nproc=4: 4 ranks need 4 GPUs, but this machine has 2; set launch.nproc to "
-        "2 or less, or launch.device to cpu"
+        "2 or less, or launch.device to cpu; for a test, launch.share_gpu=true lets them share"
     ]
     assert problems("layout=dp=3", gpus=2) == [
         "--set layout=dp=3: 3 ranks need 3 GPUs, but this machine has 2; set launch.nproc to "
-        "2 or less, or launch.device to cpu"
+        "2 or less, or launch.device to cpu; for a test, launch.share_gpu=true lets them share"
     ]
     assert problems("launch.nproc=4", gpus=4) == []
     assert problems("launch.nproc=4", gpus=0) == []
     assert problems("launch.nproc=4", "launch.device=cpu", gpus=2) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "words"),
+    [
+        (("launch.nproc=4",), 1, None),
+        (("layout=dp=2,tp=2",), 2, None),
+        (("launch.device=cpu", "launch.nproc=4"), 1, "with launch.device=cpu: there is no GPU"),
+        (("launch.nproc=4",), 0, "needs a GPU, but torch can use none on this machine"),
+        (
+            ("launch.nnodes=2", "launch.rdzv=h:1", "launch.nproc=4"),
+            1,
+            "is for tests on one machine, but launch.nnodes=2",
+        ),
+        (("launch.nproc=2",), 4, "has nothing to do: each of 2 ranks has a GPU of its own, of 4"),
+        (("launch.nproc=1",), 1, "has nothing to do: the rank has a GPU of its own, of 1"),
+    ],
+)
+def test_ranks_share_a_gpu_where_that_makes_sense(
+    overrides: tuple[str, ...], gpus: int, words: str | None
+) -> None:
+    found = problems(*overrides, "launch.share_gpu=true", gpus=gpus)
+    if words is None:
+        assert found == []
+    else:
+        start = f"--set launch.share_gpu=true: launch.share_gpu=true {words}"
+        assert [text[: len(start)] for text in found] == [start]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])

@@ -60,10 +60,9 @@ def test_a_sequential_order_stays_and_drop_last_is_kept() -> None:
 
     assert epoch(world(make, 3)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     again = DataLoader(DATA, batch_size=4)
-    assert epoch([from_dataloader(again, rank=0, size=1, global_batch=4, shuffle=False)])[2] == [
-        8,
-        9,
-    ]
+    assert epoch([loader(again, rank=0, size=1, global_batch=4, shuffle=False)])[2] == [8, 9]
+    with pytest.warns(DeprecationWarning, match="from_dataloader is called paceline.loader now"):
+        assert epoch([from_dataloader(again, rank=0, size=1)])[2] == [8, 9]
 
 
 def test_workers_collate_fn_and_their_options_are_kept() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnose.hangs.flight_recorder import switch_on
+from paceline.diagnose.hangs.flight_recorder import first_open_message, switch_on
+from paceline.diagnose.hangs.rank_heartbeat import PointToPoint
 from paceline.launch.environment import FLIGHT_RECORDER
 
 PROGRAM = """
@@ -93,3 +94,50 @@ def test_the_users_choice_of_size_stands() -> None:
     empty: dict[str, str] = {}
     switch_on(empty)
     assert int(empty[FLIGHT_RECORDER]) > 0
+
+
+def message(pg: int, number: int, name: str, state: str = "scheduled") -> dict[str, Any]:
+    """An entry as NCCL's recorder has it for a message, or for the end of a batch of them."""
+    return {
+        "pg_id": pg,
+        "p2p_seq_id": number,
+        "profiling_name": f"nccl:{name}",
+        "process_group": (f"group {pg}", ""),
+        "state": state,
+        "retired": state == "completed",
+        "is_p2p": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([], None),
+        ([message(1, 1, "send 0->1", "completed")], None),
+        ([message(1, 1, "send 0->1", "completed"), message(1, 2, "recv 0<-1", "started")], "recv"),
+        # The parts of a batch are never marked: its end is.
+        (
+            [
+                message(1, 1, "send 0->1"),
+                message(1, 1, "recv 0<-1"),
+                message(1, 1, "coalesced", "completed"),
+            ],
+            None,
+        ),
+        (
+            [
+                message(1, 1, "send 0->1"),
+                message(1, 1, "recv 0<-1"),
+                message(1, 1, "coalesced", "started"),
+            ],
+            "recv",
+        ),
+        ([message(1, 1, "send 0->1"), message(1, 1, "coalesced")], "send"),
+    ],
+)
+def test_messages_of_nccl_that_are_under_way(
+    entries: list[dict[str, Any]], expected: str | None
+) -> None:
+    found = first_open_message(entries, {"group 1": (4, 7)}.__getitem__)
+    # The recorder counts ranks in their group.
+    assert found == (None if expected is None else PointToPoint(expected, 7))

@@ -504,7 +504,7 @@ WRONG = {
     "policy": (
         TrainingError,
         lambda: paceline.Engine(linear(), optimizer=from_parameters, nonfinite="warn"),
-        "nonfinite='warn' must be 'stop', 'skip' or 'ignore'.",
+        "nonfinite='warn' must be one of stop, skip, ignore.",
     ),
     "precision": (
         TrainingError,
@@ -520,8 +520,8 @@ WRONG = {
     "layout against a rule": (
         LayoutError,
         lambda: paceline.Engine(linear(), optimizer=from_parameters, layout="dp=1,ep=1,cp=2"),
-        "layout 'dp=1,cp=2' needs 2 ranks (dp=1 × cp=2), but the world has 1. Start 2 ranks, or "
-        "change the layout.",
+        "layout 'dp=1,cp=2': cp=2 is not available in this version, which trains dp, zero, "
+        "replicas, tp and pp. Leave cp out. [rule: axis-not-available]",
     ),
     "foreign optimizer": (
         TrainingError,

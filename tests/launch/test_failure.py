@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.failure import RankExit, culprit, ending_of, explain, log_tail
+from paceline.launch.failure import (
+    RankExit,
+    culprit,
+    ending_of,
+    explain,
+    how_it_ended,
+    log_tail,
+)
 
 
 def rank_exit(rank: int, *, code: int = 1, time: float = 0.0, **more: object) -> RankExit:
@@ -163,3 +170,26 @@ def test_what_a_failure_means_for_a_restart(
     assert (ending.kind, ending.step, ending.moved, ending.seconds) == ("failure", 4, True, 1.5)
     assert ending.error == exit_.reason
     assert (ending.raised, ending.users_mistake, ending.killed) == (raised, mistake, killed)
+
+
+@pytest.mark.parametrize(
+    ("code", "last_line", "lost"),
+    [
+        (
+            -6,
+            "what(): [PG ID 0 Rank 1] Process group watchdog thread terminated with exception",
+            True,
+        ),
+        (-6, "free(): invalid pointer", False),
+        (-9, "Process group watchdog thread terminated with exception", False),
+    ],
+)
+def test_a_rank_that_nccl_aborts_has_lost_a_peer(
+    code: int, last_line: str, lost: bool, tmp_path: Path
+) -> None:
+    log = tmp_path / "rank1.log"
+    log.write_text(f"step 3\n{last_line}\n")
+    ended = how_it_ended(
+        1, code, 2.0, log=log, error_file=tmp_path / "none", first_end=1.0, overdue=False
+    )
+    assert ended.lost_peer is lost

@@ -32,7 +32,7 @@ def test_dp_fills_the_world() -> None:
 
 
 WRONG = {
-    "dpp=2": "layout 'dpp=2': 'dpp' is not one of dp, zero, replicas, tp, pp, cp, ep. Did you mean "
+    "dpp=2": "layout 'dpp=2': 'dpp' must be one of dp, zero, replicas, tp, pp, cp, ep. Did you mean "
     "'pp'? Write it like \"dp=4,tp=2\".",
     "dp=two": "layout 'dp=two': 'dp=two' must be dp=<whole number>, like dp=2.",
     "dp": "layout 'dp': 'dp' must be dp=<whole number>, like dp=2.",

@@ -187,7 +187,7 @@ def test_least_microbatches_are_enough_and_one_less_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1F1B", 2, 4), "not one of gpipe.*Did you mean '1f1b'"),
+        (("1F1B", 2, 4), "must be one of gpipe.*Did you mean '1f1b'"),
         (("1f1b", 4, 3), "microbatches=3.*at least one for each of its 4 stages"),
         (("1f1b", 4, 8, 2), "exactly 1 stage a rank, but stages_per_rank=2.*interleaved-1f1b"),
         (("zbv", 4, 8, 3), "exactly 2 stages a rank, but stages_per_rank=3"),
@@ -244,7 +244,13 @@ def test_the_command_prints_and_draws(
     picture = tmp_path / "zbv.svg"
     status, printed, _ = run("zbv", "--stages", "4", "--microbatches", "4", "--svg", str(picture))
     assert status == 0
-    assert printed.startswith(build_schedule("zbv", 2, 4).table())
+    table = build_schedule("zbv", 2, 4).table()
+    assert printed.startswith(table)
+    legend = printed.removeprefix(table).split()
+    assert "F = forward, I = input gradient, W = weight gradient" in " ".join(legend)
+    assert "B = backward" in (shown := run("1f1b", "--ranks", "2")[1])
+    assert "weight gradient" not in shown, "only what it uses"
+    assert run("--help")[1].count("forward") >= 2
     assert picture.read_text(encoding="utf-8") == build_schedule("zbv", 2, 4).svg()
     status, _, problem = run("1f1b", "--ranks", "4", "--microbatches", "2")
     assert status == 2

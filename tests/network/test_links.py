@@ -131,7 +131,7 @@ def test_options_are_checked() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"hierarchy": "sometimes"}, "hierarchy='sometimes' must be auto, always or never"),
+        ({"hierarchy": "sometimes"}, "hierarchy='sometimes' must be one of auto, always, never"),
         ({"bucket_mib": 0}, "bucket_mib=0 must be a number of MiB above 0"),
         ({"bucket_mib": "best"}, "bucket_mib='best' must be"),
         ({"bucket_mib": True}, "bucket_mib=True must be"),

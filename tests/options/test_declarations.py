@@ -22,6 +22,7 @@ from paceline.options import Checkpointing, EngineOptions, TrainerOptions, refer
 from paceline.options.declare import Declared, declared, members
 from paceline.options.reference import OWNERS
 from paceline.options.rules import RULES
+from paceline.world import DEFAULT_TIMEOUT
 
 DECLARED = [found for owner in OWNERS for found in declared(owner).values()]
 KEYED = {found.key: found for found in DECLARED if found.key is not None}
@@ -177,3 +178,8 @@ def test_help_shows_plain_types() -> None:
     )
     made: Callable[..., Any] = Checkpointing
     assert "keep: How many of the latest checkpoints to keep." in (made.__doc__ or "")
+
+
+def test_the_timeout_that_none_stands_for_is_the_worlds() -> None:
+    text = declared(TrainerOptions)["timeout"].option.text
+    assert text.endswith(f"None: {DEFAULT_TIMEOUT:g}.")

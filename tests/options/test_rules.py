@@ -11,7 +11,7 @@ from paceline.config.clashes import keys_of_setting
 from paceline.errors import LayoutError
 from paceline.layout import Layout
 from paceline.options import EngineOptions, LocalSteps, Reduction
-from paceline.options.rules import RULES, Combination, check_rules
+from paceline.options.rules import RULES, Combination, check_rules, layout_in_world
 
 
 def case(layout: Layout, **options: Any) -> Combination:
@@ -62,3 +62,23 @@ def test_a_config_knows_where_every_setting_of_a_rule_is_said() -> None:
     for rule in RULES:
         for setting in rule.settings:
             keys_of_setting(Config(), setting)
+
+
+def test_what_no_number_of_ranks_would_mend_comes_before_the_number_of_ranks() -> None:
+    for layout in ("cp=2", "dp=1,cp=2", "ep=2", "cp=3,ep=2", "tp=2,cp=2"):
+        with pytest.raises(LayoutError, match="is not available in this version"):
+            layout_in_world(EngineOptions(layout=layout), 1)
+    with pytest.raises(LayoutError, match="zero=0 shards nothing"):
+        layout_in_world(EngineOptions(layout="dp=2,replicas=2"), 1)
+    with pytest.raises(LayoutError, match="needs 4 ranks"):
+        layout_in_world(EngineOptions(layout="dp=4"), 2)
+    with pytest.raises(LayoutError, match="must divide the world size 1"):
+        layout_in_world(EngineOptions(layout="tp=2"), 1)
+
+
+def test_a_dp_that_is_left_out_is_the_worlds_with_replicas_too() -> None:
+    options = EngineOptions(layout="zero=2,replicas=2")
+    assert str(layout_in_world(options, 4)) == "dp=4,zero=2,replicas=2"
+    assert Layout.smallest("replicas=2,ep=4,cp=2") == Layout(dp=2, replicas=2, cp=2, ep=4)
+    with pytest.raises(LayoutError, match="replicas=2 must divide dp=3"):
+        layout_in_world(options, 3)

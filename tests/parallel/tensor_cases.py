@@ -106,9 +106,18 @@ def hugging_face(name: str) -> nn.Module:
         gpt2 = dict(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=259)
         off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLM")
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2, **off, **none))
-    if name == "llama":
-        config = transformers.LlamaConfig(vocab_size=257, **sizes, **grouped)
+    if name in ("llama", "llama-2kv"):
+        grouped["num_key_value_heads"] = 4 if name == "llama" else 2
+        config = transformers.LlamaConfig(vocab_size=257, attention_bias=True, **sizes, **grouped)
         return transformers.LlamaForCausalLM(config)
+    if name in ("mixtral", "gemma2"):
+        kind = {"mixtral": "Mixtral", "gemma2": "Gemma2"}[name]
+        special = dict(num_local_experts=3) if name == "mixtral" else dict(head_dim=8)
+        config = getattr(transformers, f"{kind}Config")(
+            vocab_size=64, **sizes, **grouped, **special
+        )
+        config._experts_implementation = "eager"  # the grouped product has no float64
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
     if name == "qwen2":
         config = transformers.Qwen2Config(
             vocab_size=256, tie_word_embeddings=True, **sizes, **grouped

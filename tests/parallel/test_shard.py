@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import paceline
 from paceline.layout import Layout
+from paceline.parallel.distributed_model import LossFirst
 from paceline.parallel.shard import Sharding, shard
-from paceline.parallel.spread import LossFirst
 from parallel import shard_cases
 from parallel.shard_cases import CLIP, DOUBLE, PARTS, STEPS, Loss
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from paceline.errors import LayoutError
+from paceline.parallel.dtensor import held_runs, is_first_copy
 from paceline.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
+    SplitForms,
     TensorPlan,
     apply_plan,
     full_tensor,
@@ -21,6 +25,7 @@ from paceline.parallel.tensor import (
     make_plan,
     mixing,
     plain,
+    split_forms,
 )
 from paceline.parallel.tensor.shards import cut, placement, wrap
 from parallel import tensor_cases as cases
@@ -300,3 +305,48 @@ def test_a_model_may_change_outputs_in_place(ranks):
             assert cases.relative(full_tensor(b.grad), a.grad) < 1e-12
 
     ranks(job)
+
+
+@pytest.mark.world(2)
+def test_ranks_decide_together_and_an_error_stays_on_its_rank(ranks):
+    def job():
+        mesh = cases.tp_mesh()
+        forms = SplitForms()
+        x = wrap(torch.ones(4, 2), mesh, Shard(1), torch.Size((4, 4)))
+        own = split_forms._try if dist.get_rank() == 0 else lambda *_: "not here"
+        with mixing(mesh, forms), mock.patch.object(split_forms, "_try", own):
+            y = torch.exp(x)
+        whole = (type(y), list(forms.whole))
+        # An index that is wrong on one rank: no gathers that the other would have to join.
+        index = torch.tensor([0, 3 + dist.get_rank()])
+        with mixing(mesh, SplitForms()):
+            try:
+                return whole, tuple(x.index_select(0, index).shape)
+            except IndexError:
+                return whole, "raised"
+
+    found = ranks(job)
+    assert [whole for whole, _ in found] == [(torch.Tensor, ["exp"])] * 2
+    assert [end for _, end in found] == [(2, 4), "raised"]
+
+
+@pytest.mark.world(4)
+def test_a_rank_holds_only_the_key_heads_that_it_needs(ranks):
+    def job():
+        mesh = cases.tp_mesh()
+        model, batches, loss = cases.case("llama-2kv")
+        apply_plan(model, make_plan(model, 4, sample=lambda m: loss(m, batches())), mesh)
+        attention = model.model.layers[0].self_attn
+        with cases.double(), mixing(mesh):
+            loss(model, batches()).backward()
+        weight, bias = attention.k_proj.weight, attention.v_proj.bias
+        shapes = [tuple(p.to_local().shape) for p in (weight, bias)]
+        return shapes, held_runs(weight)[0], is_first_copy(weight), weight.grad.to_local()
+
+    found = ranks(job)
+    assert all(shapes == [(4, 32), (4,)] for shapes, *_ in found)
+    assert [held for _, held, *_ in found] == [[(0, 4)], [(0, 4)], [(4, 4)], [(4, 4)]]
+    assert [first for _, _, first, _ in found] == [True, False, True, False]
+    gradients = [grad for *_, grad in found]
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[2], gradients[3])

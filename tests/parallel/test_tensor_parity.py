@@ -25,7 +25,7 @@ from paceline.parallel.tensor import (
 from parallel import tensor_cases as cases
 
 OWN = ["gpt tied", "gpt untied", "mlp", "convnet", "encoder", "vision"]
-HUGGING_FACE = ["gpt2", "llama eager", "qwen3", "bert"]
+HUGGING_FACE = ["gpt2", "llama eager", "qwen3", "bert", "mixtral"]
 
 
 @pytest.mark.world(2)
@@ -41,7 +41,7 @@ def test_two_ranks_train_as_one_process_does(ranks, names):
 @pytest.mark.world(4)
 def test_four_ranks_train_as_one_process_does(ranks):
     def job():
-        names = ["gpt tied", "llama"]
+        names = ["gpt tied", "llama-2kv", "llama-2kv eager"]
         return {name: cases.worst_after_three_steps(name) for name in names}
 
     for found in ranks(job, timeout=170):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
-from paceline.parallel.tensor import TensorPlan, make_plan
+from paceline.parallel.tensor import TensorPlan, common_plan, make_plan
 from parallel import tensor_cases as cases
 
 
@@ -21,6 +21,8 @@ def plan_of(name, tp=2, **options):
 def test_gpt_plan_is_found_and_prints():
     assert str(plan_of("gpt tied")) == (
         "tensor-parallel plan for tp=2 (found by data flow)\n"
+        "each of 2 ranks holds 51% of the parameters: 97% are split, the rest is whole on every "
+        "rank\n"
         "  tokens                     vocabulary\n"
         "  blocks.0..1.attention.qkv  packed:3\n"
         "  blocks.0..1.attention.out  row\n"
@@ -50,8 +52,12 @@ def test_all_kinds_of_attention_and_gates_are_found():
 
 
 def test_what_stays_whole_has_a_reason():
-    reasons = plan_of("encoder").reasons
-    assert "MultiheadAttention" in reasons["0.layers.0.self_attn"]
+    reasons = plan_of("encoder", 8).reasons
+    assert reasons["0.layers.0.self_attn"] == "its 4 heads do not divide by tp=8"
+    assert plan_of("encoder").roles["0.layers.0.self_attn"] == "attention"
+    recurrent = make_plan(nn.LSTM(4, 8), 2, sample=lambda m: m(torch.zeros(3, 4)))
+    assert "LSTM is not a linear layer" in recurrent.reasons[""]
+    assert (recurrent.split_share, recurrent.held_share) == (0, 1)
     assert reasons["1"] == "mse_loss needs its output whole"
     assert "Conv2d" in plan_of("convnet").reasons["0"]
     assert plan_of("vision").reasons["head"] == "10 classes are fewer than 16 a rank"
@@ -127,10 +133,46 @@ def test_heads_and_features_that_do_not_divide_are_refused_with_the_numbers():
         make_plan(mlp, 4, user={"0": "column"})
 
 
-def test_key_heads_fewer_than_ranks_are_refused_for_the_models_own_plan_too():
-    model, batches, loss = cases.case("llama")
-    with pytest.raises(LayoutError, match=r"k_proj: 16 output features that form 4 heads"):
-        make_plan(model, 8, sample=lambda m: loss(m, batches()))
+def test_key_heads_fewer_than_ranks_are_shared_where_they_divide():
+    model, batches, loss = cases.case("llama")  # 8 heads of queries, 4 of keys
+    roles = make_plan(model, 8, sample=lambda m: loss(m, batches())).roles
+    assert roles["model.layers.0.self_attn.q_proj"] == "column"
+    assert roles["model.layers.1.self_attn.k_proj"] == "heads:4"
+    with pytest.raises(LayoutError) as refusal:
+        make_plan(model, 3, sample=lambda m: loss(m, batches()))
+    assert "k_proj: 16 output features that form 4 heads" in str(refusal.value)
+    assert "tp=2, 4, 8 would do" in str(refusal.value)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_key_heads_of_written_out_attention_are_found_too(kv_heads):
+    model = cases.EinsumAttention(kv_heads=kv_heads).double()
+    plan = make_plan(model, 4, sample=lambda m: m(torch.zeros(1, 3, 32).double()))
+    assert plan.roles["query"] == "column"
+    expected = {1: "replicate", 2: "heads:2", 4: "column"}[kv_heads]
+    assert plan.roles["key"] == plan.roles["value"] == expected
+
+
+def test_stacked_experts_are_split_and_ties_are_named():
+    mixtral, batches, loss = cases.case("mixtral")
+    plan = make_plan(mixtral, 2, sample=lambda m: loss(m, batches()))
+    assert plan.roles["model.layers.0.mlp.experts"] == "experts"
+    assert plan.held_share < 0.55
+    assert "mlp.gate" in plan.summary()
+    assert "no multiple of 8" in make_plan(mixtral, 4).reasons["model.layers.0.mlp.experts"]
+    # Its embedding has a forward of its own, and shares its weight with the output layer.
+    gemma, batches, loss = cases.case("gemma2")
+    plan = make_plan(gemma, 2, sample=lambda m: loss(m, batches()))
+    assert plan.ties == {"model.embed_tokens.weight": (0, 1)}
+
+
+def test_ranks_with_different_plans_split_what_they_agree_on():
+    first = TensorPlan(2, {"up": "column", "out": "row", "head": "gather"})
+    second = TensorPlan(2, {"up": "column", "out": "row"})
+    common = common_plan([first, second])
+    assert common.roles == {"up": "column", "out": "row", "head": "replicate"}
+    assert "different plans" in common.reasons["head"]
+    assert common_plan([first, first]) is first
 
 
 def test_a_model_on_the_meta_device_gets_the_same_plan():

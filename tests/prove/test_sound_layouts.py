@@ -159,3 +159,25 @@ def test_forwards_that_one_process_cannot_run(rank_pool: RankPool) -> None:
     )
     assert [row.outcome for row in report.rows] == ["failed", "failed", "same"], str(report)
     assert "one process cannot run the forwards" in report.rows[1].words
+
+
+class NoFloat64(nn.Linear):
+    """Stands for a kernel that was written for narrower numbers alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is torch.float64:
+            raise RuntimeError("expected float32, got double")
+        return super().forward(x)
+
+
+def test_a_model_without_float64_is_proved_in_float32(rank_pool: RankPool) -> None:
+    options: dict[str, Any] = dict(
+        optimizer=adamw, loss=nn.CrossEntropyLoss(), data=make_vectors(12), global_batch=4
+    )
+    model = nn.Sequential(NoFloat64(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    report = paceline.verify(model, layouts=["dp=2", "tp=2"], steps=2, pool=rank_pool, **options)
+    assert report.ok, str(report)
+    assert report.precision == "fp32"
+    assert "does not run in float64 (expected float32, got double)" in str(report)
+    # What tensor parallelism does with the model is told, too.
+    assert "tp=2: tensor parallel: each of 2 ranks holds" in " ".join(str(report).split())

@@ -345,7 +345,7 @@ def test_buffers_are_averaged_when_replicas_meet(ranks: Any) -> None:
         ({"every": 0}, "every=0 must be a whole number, 1 or more"),
         ({"every": 4, "overlap": 4}, "overlap=4 must be below every=4"),
         ({"every": 4, "fragments": 5}, "fragments=5 with every=4"),
-        ({"method": "adam"}, "method='adam' must be 'average' or 'diloco'"),
+        ({"method": "adam"}, "method='adam' must be one of average, diloco"),
         ({"outer_lr": 0}, "outer_lr=0 must be above 0"),
         ({"outer_momentum": 1}, "outer_momentum=1 must be from 0 to below 1"),
         ({"exchange": "int9"}, "there is no format 'int9'"),

@@ -297,7 +297,7 @@ WRONG = {
     ),
     "failure": (
         lambda: paceline.Checkpointing(on_failure="ignore"),
-        "Checkpointing: on_failure='ignore' must be 'warn' or 'stop'.",
+        "Checkpointing: on_failure='ignore' must be one of warn, stop.",
     ),
     "memory": (
         lambda: paceline.Checkpointing(memory_every=0),

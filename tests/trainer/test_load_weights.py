@@ -225,7 +225,7 @@ def test_a_damaged_checkpoint_is_named_and_the_model_is_as_it_was(tmp_path: Path
         (["MODEL", None], "where=None must be the path or URL"),
         (["MODEL", ""], "where='' must be"),
         (["MODEL", 7], "where=7 must be"),
-        (["MODEL", "RUN", "newest"], "which='newest' must be 'best', 'last' or"),
+        (["MODEL", "RUN", "newest"], "which='newest' must be one of last, best, or"),
         (["MODEL", "RUN", -1], "which=-1 must be"),
         (["MODEL", "RUN", True], "which=True must be"),
         (["MODEL", "RUN", None], "which=None must be"),

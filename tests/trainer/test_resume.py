@@ -153,7 +153,9 @@ WRONG = {
     "metric": (lambda: trainer(metrics={"m": 3}), "metrics: 'm' must be a function, not 3."),
     "section": (lambda: trainer(data={"workers": 2}),
         "data={'workers': 2} must be made with paceline.DataOptions(…)."),
-    "option": (lambda: trainer(lr=3), "Trainer got an unknown argument lr. It takes"),
+    "option": (lambda: trainer(lr=3),
+        "Trainer got an unknown argument lr. It is the optimizer's: pass it where you make that. "
+        "It takes"),
     "early stopping": (
         lambda: trainer(callbacks=[paceline.EarlyStopping()]).fit(dataset(), steps=1),
         "EarlyStopping needs validation data: pass val to fit()."),

@@ -24,9 +24,9 @@ POWER = Compression("powersgd:4+fp16")
 @pytest.mark.parametrize(
     ("done", "last_step", "told"),
     [
-        (0, None, "gradients travel as powersgd:4+fp16 after 100 steps as they are "),
-        (60, 101, "gradients travel as powersgd:4+fp16 after 100 steps as they are "),
-        (100, 150, "gradients travel as powersgd:4+fp16"),
+        (0, None, "gradients are sent as powersgd:4+fp16 after 100 uncompressed steps "),
+        (60, 101, "gradients are sent as powersgd:4+fp16 after 100 uncompressed steps "),
+        (100, 150, "gradients are sent as powersgd:4+fp16"),
     ],
 )
 def test_what_is_on_and_from_when(done: int, last_step: int | None, told: str) -> None:
@@ -38,14 +38,14 @@ def test_what_is_on_and_from_when(done: int, last_step: int | None, told: str) -
 def test_rules_are_part_of_what_is_on() -> None:
     compression = Compression("int8", rules={"head.*": "fp16"})
     assert of_compression(compression, 0, 10, start=None).message == (
-        "gradients travel as int8, fp16"
+        "gradients are sent as int8, fp16"
     )
 
 
 def test_a_run_that_ends_in_its_warm_up_is_warned() -> None:
     note = of_compression(POWER, 0, 100, start=None)
     assert note.level == "warning"
-    assert "no gradient will travel as powersgd:4+fp16: this run ends after 100 steps" in (
+    assert "no gradient will be sent as powersgd:4+fp16: this run ends after 100 steps" in (
         note.message
     )
     assert "compress.warmup_steps" in note.message
@@ -58,10 +58,13 @@ def test_a_run_that_ends_in_its_warm_up_is_warned() -> None:
 def test_how_often_replicas_meet() -> None:
     local_steps = LocalSteps(every=50, exchange="int8")
     note = of_local_steps(local_steps, 0, 50)
-    assert (note.level, note.message) == ("info", "replicas meet every 50 steps (diloco, int8)")
+    assert (note.level, note.message) == (
+        "info",
+        "replicas synchronise every 50 steps (diloco, int8)",
+    )
     later = LocalSteps(every=20, method="average", start=40, fragments=4)
     assert of_local_steps(later, 0, None).message == (
-        "replicas meet every 20 steps (average, 4 fragments in turn) after 40 steps together "
+        "replicas synchronise every 20 steps (average, 4 fragments in turn) after 40 synchronous steps "
         "(local_steps.start)"
     )
 
@@ -69,7 +72,7 @@ def test_how_often_replicas_meet() -> None:
 def test_replicas_that_hardly_meet_are_warned() -> None:
     note = of_local_steps(LocalSteps(every=50), 0, 40)
     assert note.level == "warning"
-    assert "this run ends after 40 steps: they meet only at its end" in note.message
+    assert "this run ends after 40 steps: they do so only at its end" in note.message
     note = of_local_steps(LocalSteps(every=5, start=40), 0, 40)
     assert note.level == "warning"
     assert "no step will be local" in note.message
@@ -80,7 +83,7 @@ def test_what_travels_as_it_is_is_told_where_it_is_much() -> None:
     found = [*small, LeftAlone("emb.weight", 6000, "compress.embeddings")]
     told = left_alone_note(found, 10_000, Traffic(sent=6_200, plain=10_000))
     assert told == (
-        "of the 6.2 kB of gradients that a rank sends in a step, 6.1 kB travel as they are: "
+        "of the 6.2 kB of gradients that a rank sends in a step, 6.1 kB are uncompressed: "
         "emb.weight and 6 smaller tensors (compress.embeddings, compress.rules)"
     )
     assert left_alone_note(small, 10_000, Traffic(sent=2_500, plain=10_000)) is None
@@ -119,7 +122,8 @@ def test_a_run_tells_once_what_is_on_and_why_it_saves_little(
     compress = paceline.Compression("topk:0.01", warmup_steps=1)
     [told, _] = ranks(train, str(tmp_path), 4, {"compress": compress, "layout": layout})
     assert (
-        told[0] == "gradients travel as topk:0.01 after 1 step as they are (compress.warmup_steps)"
+        told[0]
+        == "gradients are sent as topk:0.01 after 1 uncompressed step (compress.warmup_steps)"
     )
     assert "emb.weight and 2 smaller tensors (compress.embeddings, compress.rules)" in told[1]
     assert len(told) == 2
@@ -129,7 +133,7 @@ def test_a_run_tells_once_what_is_on_and_why_it_saves_little(
 def test_nothing_more_is_told_where_all_is_compressed(ranks: Any, tmp_path: Path) -> None:
     compress = paceline.Compression("int8", embeddings=True)
     [told, _] = ranks(train, str(tmp_path), 4, {"compress": compress})
-    assert told == ["gradients travel as int8"]
+    assert told == ["gradients are sent as int8"]
 
 
 def test_a_single_rank_says_that_nothing_travels(tmp_path: Path) -> None:

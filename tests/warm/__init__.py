@@ -1,7 +1,7 @@
 """Python processes that start warm: forked from one that has imported torch, not loaded from disk.
 
 Most of what the suite costs would be some thousand imports of torch: by launchers, by each of their
-ranks, by scripts. While :func:`installed`, ``subprocess.Popen`` starts commands of this Python
+ranks, by scripts. While ``installed``, ``subprocess.Popen`` starts commands of this Python
 (``python -m …``, ``-c …`` or a script) as forks of a server instead. To whoever started it, such a
 process is what a cold one is: a child with pipes, session, folder, environment, arguments and
 namespaces as asked for, in ``/proc`` as well. It has a server of its own for what it starts in

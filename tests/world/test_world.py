@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveMismatch, WorldError
-from paceline.world import DEFAULT_TIMEOUT, World, collectives
+from paceline.launch.environment import read_environment
+from paceline.world import DEFAULT_TIMEOUT, World, collectives, joining
 
 
 def free_port() -> int:
@@ -220,6 +222,7 @@ WRONG_SETTINGS = [
     ({"backend": "mpi"}, "backend='mpi' must be one of auto, gloo, nccl."),
     ({"backend": "nccl", "device": "cpu"}, "backend='nccl' needs a CUDA device"),
     ({"device": "gpu"}, "device='gpu' is not a device: use 'auto', 'cpu', 'cuda' or 'cuda:0'."),
+    ({"share_gpu": True, "device": "cpu"}, "share_gpu=True lets ranks share GPUs, but this rank's"),
     ({"timeout": 0}, "timeout=0 must be a number of seconds above 0."),
     ({"timeout": "soon"}, "timeout='soon' must be a number of seconds above 0."),
     ({"timeout": float("nan")}, "timeout=nan must be a number of seconds above 0."),
@@ -240,18 +243,43 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
         World.init(device="cuda")
 
 
-def test_more_ranks_than_gpus_is_refused(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """The fourth of four ranks, on a machine that looks as if it had two GPUs."""
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_more_ranks_than_gpus_is_refused(two_gpus):
     with pytest.raises(WorldError) as caught:
         World.init()
     assert str(caught.value).startswith(
         "4 ranks on this machine but only 2 GPU(s): each rank needs its own. Start 2 ranks or fewer"
     )
+
+
+def test_ranks_share_gpus_when_told_to(two_gpus, monkeypatch):
+    env = read_environment()
+    device = joining.choose_device("cuda", "auto", env, share_gpu=True)
+    assert device == joining.choose_device("auto", "nccl", env, share_gpu=True)
+    assert device == torch.device("cuda", 1)  # local rank 3 of 2 GPUs
+    joining.check_sharing(env, "nccl", device)
+    with pytest.raises(WorldError, match="share_gpu=True is for NCCL, but backend='gloo'"):
+        joining.check_sharing(env, "gloo", device)
+    elsewhere = dataclasses.replace(env, nodes=2)
+    with pytest.raises(WorldError, match="for tests on one machine, but this world has 2"):
+        joining.check_sharing(elsewhere, "nccl", device)
+    for name in ("NCCL_HOSTID", "NCCL_IB_DISABLE"):
+        monkeypatch.setenv(name, "what the user had")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    joining.share_gpus()
+    assert os.environ["NCCL_HOSTID"].endswith(str(os.getpid()))  # another in each process
+    assert os.environ["NCCL_IB_DISABLE"] == "1"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth0"  # what the user chose
 
 
 def test_an_unreachable_meeting_place_is_named(monkeypatch):

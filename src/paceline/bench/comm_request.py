@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from paceline.bench.collectives import COLLECTIVES
 from paceline.errors import ConfigError
+from paceline.formatting import one_of
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 LONGEST = 10
@@ -159,5 +160,5 @@ def _names(
         if word not in known:
             near = difflib.get_close_matches(word, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            problems.append(f"{option} {word}: must be one of {', '.join(known)}{hint}")
+            problems.append(f"{option} {word}: must be {one_of(known)}{hint}")
     return [name for name in known if name in words]

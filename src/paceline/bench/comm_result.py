@@ -135,7 +135,7 @@ class CommResult:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> CommResult:
-        """A result from :meth:`to_dict`."""
+        """A result from ``to_dict``."""
         return CommResult(
             setting=Setting(**data["setting"]),
             groups=data["groups"],

@@ -22,7 +22,7 @@ Found = tuple[float, float, float]
 
 
 class PairProbe:
-    """Measures the link to another rank; both of them must call :meth:`measure` at once.
+    """Measures the link to another rank; both of them must call ``measure`` at once.
 
     The lower rank leads: it sends orders (what, how many bytes), and has the clock.
     """

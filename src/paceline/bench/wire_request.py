@@ -11,7 +11,7 @@ from typing import Any
 from paceline.bench.wire_result import LEAST_STEPS, PLAIN
 from paceline.config import Config, check
 from paceline.config.keys import flat
-from paceline.config.spreading import CompressSection
+from paceline.config.parallelism import CompressSection
 from paceline.errors import ConfigError, LayoutError, TrainingError
 from paceline.layout import Layout
 from paceline.options import Form, LocalSteps

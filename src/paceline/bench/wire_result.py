@@ -106,7 +106,7 @@ class WireResult:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> WireResult:
-        """A result from :meth:`to_dict`."""
+        """A result from ``to_dict``."""
         trials = []
         for one in data["trials"]:
             losses = [math.nan if x is None else x for x in one["losses"]]

@@ -92,7 +92,7 @@ class BlockReader:
                 at = stop
 
     def scatter(self, targets: Sequence[Target]) -> None:
-        """Fill every target, as :meth:`read_into` would; they are given in the order of the file.
+        """Fill every target, as ``read_into`` would; they are given in the order of the file.
 
         From local files each block is read once, straight to all places that its bytes belong to,
         and checked there, by a few threads. What the targets hold counts only once this returned.

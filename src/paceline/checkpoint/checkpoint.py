@@ -62,7 +62,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """Where it is, for people and for :meth:`at`."""
+        """Where it is, for people and for ``at``."""
         return self.storage.full(self.name)
 
     @property

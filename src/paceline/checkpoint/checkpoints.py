@@ -67,8 +67,8 @@ class Restored:
 class Checkpoints:
     """Saves an engine, its data's position, random streams and objects of yours; restores them.
 
-    For a loop of your own (the :class:`paceline.Trainer` has one inside). Every rank makes it and
-    calls its methods at the same steps::
+    For a loop of your own (the ``paceline.Trainer`` has one inside). Every rank makes it and
+    calls its methods at the same steps:
 
         checkpoints = paceline.Checkpoints("runs/mine/checkpoints", engine, loader=loader)
         checkpoints.restore()
@@ -146,7 +146,7 @@ class Checkpoints:
         """Save the state as of this step; returns how many seconds the run stood still for it.
 
         Every rank calls it. Writing goes on in the background unless ``wait`` is set or the
-        options say otherwise: :meth:`finished` tells how it ended.
+        options say otherwise: ``finished`` tells how it ended.
         """
         started = time.perf_counter()
         self.engine.settle()
@@ -164,7 +164,7 @@ class Checkpoints:
         """Keep a copy of the state as of this step in memory that outlives the process.
 
         Every rank calls it. Raises ``CheckpointError``, on all of them, where there is no room.
-        :meth:`restore` looks for it where the options have a ``memory_every``; without one there
+        ``restore`` looks for it where the options have a ``memory_every``; without one there
         would be no use in it, and it is refused.
         """
         if self.options.memory_every is None:

@@ -65,7 +65,7 @@ class Difference:
     equal_tensors: int = 0
     equal_objects: int = 0
     clocks: list[ObjectDifference] = field(default_factory=list)
-    """Seconds that differ (:data:`CLOCKS`), which is no difference between two runs."""
+    """Seconds that differ (``CLOCKS``), which is no difference between two runs."""
 
     @property
     def equal(self) -> bool:
@@ -84,7 +84,7 @@ def diff_checkpoints(
 
     ``only``: patterns such as ``model/*``; what matches none is left out. Every byte is checked
     against its hash on the way. At most two tensors are in memory at a time. ``progress`` is
-    called with the bytes read since the last call (:func:`bytes_to_read` in all).
+    called with the bytes read since the last call (``bytes_to_read`` in all).
     """
     with ExitStack() as stack:
         for one in {id(a): a, id(b): b}.values():
@@ -114,7 +114,7 @@ def _diff(
 
 
 def bytes_to_read(a: Checkpoint, b: Checkpoint, only: Sequence[str] = ()) -> int:
-    """How many bytes of tensors :func:`diff_checkpoints` will go through."""
+    """How many bytes of tensors ``diff_checkpoints`` will go through."""
     names = _chosen({**a.manifest.tensors, **b.manifest.tensors}, only)
     return sum(_length(one.manifest, name) for one in (a, b) for name in names)
 

@@ -20,7 +20,7 @@ from paceline.errors import CheckpointError
 
 class Folder:
     """The folder at ``where``, a path or a URL; ``options`` and ``digest`` are those of
-    :func:`open_storage`.
+    ``open_storage``.
 
     A checkpoint is there if and only if its manifest is. Looking changes nothing and needs no lock.
     """
@@ -83,7 +83,7 @@ class Folder:
         return None
 
     def entries(self) -> list[Entry]:
-        """The checkpoints as :mod:`retention` sees them, with the metrics their manifests name."""
+        """The checkpoints as ``retention`` sees them, with the metrics their manifests name."""
         return [_entry(checkpoint) for checkpoint in self.checkpoints()]
 
     def best(self, metric: str | None = None, mode: Mode | None = None) -> Checkpoint | None:
@@ -120,7 +120,7 @@ class Folder:
         self.storage.delete_folder(checkpoint.name)
 
     def prune(self, keep: Keep, newest: int | None = None) -> list[int]:
-        """Delete what :func:`retention.to_delete` says; the steps deleted.
+        """Delete what ``retention.to_delete`` says; the steps deleted.
 
         Called after every save, it reads the manifest of ``newest`` and remembers the others.
         """

@@ -18,6 +18,7 @@ import xxhash
 
 from paceline.credentials import named_key
 from paceline.errors import CheckpointDamaged, ConfigError, KeyNeeded
+from paceline.formatting import one_of
 
 Name = Literal["xxh3", "blake2b"]
 NAMES: tuple[Name, ...] = ("xxh3", "blake2b")
@@ -193,9 +194,9 @@ def hash_blocks(
 
 
 def make_digest(name: str = "xxh3", key: str | None = None) -> Digest:
-    """The way to hash that a config or a caller asks for; ``key`` as :func:`read_key` takes it."""
+    """The way to hash that a config or a caller asks for; ``key`` as ``read_key`` takes it."""
     if name not in NAMES:
-        raise ConfigError(f"checkpoint digest {name!r}: it is one of {', '.join(NAMES)}.")
+        raise ConfigError(f"checkpoint digest {name!r} must be {one_of(NAMES)}.")
     if key is None:
         return Digest(_BLAKE2B if name == "blake2b" else _XXH3)
     if name != "blake2b":

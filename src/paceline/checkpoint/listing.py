@@ -46,7 +46,7 @@ def list_checkpoints(
 
     Each manifest is checked against its own hash, and each file for being there in its size. The
     tensors that a manifest lists, by far its largest part, are not looked at. For ``follow`` and
-    ``key`` see :func:`locate`.
+    ``key`` see ``locate``.
     """
     place = locate(where, follow=follow, key=key)
     storage = place.open()

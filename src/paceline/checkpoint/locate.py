@@ -88,7 +88,7 @@ def _locate(text: str, follow: bool) -> Location:
 def find_folder(
     where: str | os.PathLike[str], *, follow: bool = False, key: str | None = None
 ) -> Folder:
-    """The folder of checkpoints that ``where`` stands for; see :func:`locate`."""
+    """The folder of checkpoints that ``where`` stands for; see ``locate``."""
     from paceline.checkpoint.folder import Folder
 
     place = locate(where, follow=follow, key=key)
@@ -108,7 +108,7 @@ def find_checkpoint(
 
     ``which`` of them: that of a step, ``"last"`` (the newest, as without it), or ``"best"``, by
     the metric and in the direction that the run was told, unless ``metric`` and ``mode`` say
-    otherwise. For ``follow`` and ``key`` see :func:`locate`.
+    otherwise. For ``follow`` and ``key`` see ``locate``.
     """
     from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.folder import Folder

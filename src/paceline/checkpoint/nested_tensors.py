@@ -33,7 +33,7 @@ def take_apart(tree: Any, wanted: Callable[[Tensor], bool]) -> tuple[Any, dict[s
 
 
 def put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What :func:`take_apart` took apart."""
+    """What ``take_apart`` took apart."""
     if isinstance(tree, tuple) and len(tree) == 2 and tree[0] == _MARK:
         return tensors[tree[1]]
     if isinstance(tree, Mapping):

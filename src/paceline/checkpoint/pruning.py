@@ -35,10 +35,10 @@ def plan_prune(
     follow: bool = False,
     key: str | None = None,
 ) -> PrunePlan:
-    """What :func:`prune` would delete by the rule ``keep``; without one, leftovers only.
+    """What ``prune`` would delete by the rule ``keep``; without one, leftovers only.
 
     A damaged checkpoint neither counts as one that is kept nor is deleted: who knows what can
-    still be saved from it. For ``follow`` and ``key`` see :func:`locate`.
+    still be saved from it. For ``follow`` and ``key`` see ``locate``.
     """
     listed = list_checkpoints(where, follow=follow, key=key)
     by_state = {

@@ -48,7 +48,7 @@ class SavedRankState(Protocol):
 
     @property
     def is_pending(self) -> bool:
-        """Whether :meth:`take` waits for the first batch, before which there is no memory."""
+        """Whether ``take`` waits for the first batch, before which there is no memory."""
 
 
 class SavedEngine(Protocol):

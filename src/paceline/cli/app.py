@@ -80,5 +80,5 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Run the command line; errors end as text, not traceback (:mod:`paceline.cli.screen`)."""
+    """Run the command line; errors end as text, not traceback (``paceline.cli.screen``)."""
     run(lambda: app(prog_name="paceline"))

@@ -59,7 +59,7 @@ def wire(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Try the forms in which gradients can travel, on a config's own model, data and machines.
+    """Try the formats in which gradients can be sent, on a config's own model, data and machines.
 
     Each trial starts from the same weights and sees the same data. Ends in a recommendation with
     its numbers, as lines for the config. Nothing is saved.

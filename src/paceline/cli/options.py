@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+PLACES = ("local",)
+"""Where ranks can be started."""
+
 ConfigFile = Annotated[
     str | None,
     typer.Argument(
@@ -45,6 +48,14 @@ SecretFile = Annotated[
     typer.Option(
         metavar="FILE",
         help="The secret that the machines share; make it with: paceline secret FILE",
+    ),
+]
+ShareGpu = Annotated[
+    bool,
+    typer.Option(
+        "--share-gpu",
+        help="For tests: more ranks than GPUs share them over NCCL. Slow.",
+        show_default=False,
     ),
 ]
 Patience = Annotated[

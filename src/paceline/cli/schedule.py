@@ -46,13 +46,20 @@ def schedule(
 ) -> None:
     """Print a pipeline schedule: who does what when, and how long ranks idle.
 
-    0F2 is the forward of microbatch 2 through stage 0; B a backward, I and W its gradients of the
-    input and of the weights apart. 256 ranks, and 8192 stages × microbatches, are the most.
+    A row is a rank, and time runs to the right. 0F2 is stage 0, forward, microbatch 2:
+
+    \b
+      F    forward                      I    gradient of the input alone
+      B    backward                     W    gradient of the weights alone
+      ...  idle: the bubble
+
+    Pictures (--svg, --png) have a colour for each, a darker one for a rank's later stages, and the
+    microbatch as a number. 256 ranks, and 8192 stages × microbatches, are the most.
     """
     from pathlib import Path
 
     from paceline.errors import LayoutError
-    from paceline.layout.pipeline_drawing import write_png
+    from paceline.layout.pipeline_drawing import legend, write_png
     from paceline.layout.pipeline_schedules import Costs, build_schedule, default_stages_per_rank
 
     if ranks is None:
@@ -69,6 +76,7 @@ def schedule(
         Costs(forward, backward, backward / 2, backward / 2, p2p),
     )
     echo(built.table())
+    echo(legend(built))
     if svg is not None:
         Path(svg).write_text(built.svg(), encoding="utf-8")
         echo(f"wrote {svg}")

@@ -31,7 +31,7 @@ class ReaderGone(Exception):
 
 @contextlib.contextmanager
 def pipe_apart() -> Iterator[None]:
-    """A closed pipe as :class:`ReaderGone`, which typer leaves alone."""
+    """A closed pipe as ``ReaderGone``, which typer leaves alone."""
     try:
         yield
     except OSError as error:

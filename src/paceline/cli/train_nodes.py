@@ -173,6 +173,28 @@ class SharedRunFolder:
         return [str(run.path / (where or run.checkpoints.name))]
 
 
+def meet_about(
+    config: Config,
+    choice: RunChoice,
+    stack: contextlib.ExitStack,
+    script: str | None = None,
+) -> Joined:
+    """Meet the launchers of the other machines, and agree with them on the run."""
+    from paceline.config import dump
+    from paceline.config.keys import flat
+
+    is_script = script is not None
+    nodes = SharedRunFolder(
+        choice,
+        config_text=None if is_script else dump(config),
+        checkpoint_where=config.checkpoint.where,
+        stack=stack,
+    )
+    settings = {"launch": config.launch.model_dump()} if is_script else config.model_dump()
+    more = {"--script": script} if script is not None else {}
+    return meet(config, nodes, asked_of(flat(settings), **more), stack)
+
+
 def meet(
     config: Config,
     nodes: SharedRunFolder,

@@ -39,7 +39,7 @@ def say_done(config: Config, run: RunFolder, source: str | None, *, resumed: boo
     say()
     for line in Summary.read(run.path).lines():
         say(line)
-    say(f"  run folder       {run}")
+    say_where(run)
     say()
     say("What next:")
     say(f"  train longer     {_longer(config, run)}")
@@ -53,6 +53,11 @@ def say_done(config: Config, run: RunFolder, source: str | None, *, resumed: boo
         say(f"                   mlflow ui --backend-store-uri {store}")
     if source is None and not resumed:
         say("  your own model   paceline config show > my.yaml, edit, paceline train my.yaml")
+
+
+def say_where(run: RunFolder, *, error: bool = False) -> None:
+    """Where a run lies that has ended."""
+    say(f"  run folder       {run}", error=error)
 
 
 def say_stopped(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import ConfigFile, Overrides
+from paceline.cli.options import ConfigFile, Overrides, ShareGpu
 from paceline.cli.screen import echo, echo_json
 
 if TYPE_CHECKING:
@@ -38,6 +38,13 @@ def verify(
     precision: Annotated[
         str, typer.Option(metavar="fp64|run", help="float64, or the run's own precision.")
     ] = "fp64",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|cpu|cuda", help="Where to prove it; auto: where the run would train."
+        ),
+    ] = "auto",
+    share_gpu: ShareGpu = False,
     overrides: Overrides = None,
     plant: Annotated[
         str | None,
@@ -63,7 +70,16 @@ def verify(
     signal.signal(signal.SIGTERM, _leave)  # as Ctrl-C: the ranks and the files go first
     try:
         report = _prove(
-            config, layouts or [], overrides or [], plant, steps, global_batch, precision, timeout
+            config,
+            layouts or [],
+            overrides or [],
+            steps=steps,
+            global_batch=global_batch,
+            precision=precision,
+            plant=plant,
+            device=device,
+            share_gpu=share_gpu,
+            timeout=timeout,
         )
     except KeyboardInterrupt:
         echo("interrupted", err=True)
@@ -82,12 +98,12 @@ def _prove(
     path: str | None,
     layouts: list[str],
     overrides: list[str],
-    plant: str | None,
-    steps: int,
-    global_batch: int | None,
+    *,
     precision: str,
     timeout: float,
+    **asked: Any,
 ) -> VerifyReport:
+    """The report of ``verify_config``, which ``asked`` are arguments of."""
     import paceline.config
     from paceline.errors import ConfigError
 
@@ -95,27 +111,27 @@ def _prove(
         raise ConfigError("no layout to verify: name at least one, like --layout dp=2")
     if not timeout > 0:
         raise ConfigError(f"--timeout {timeout:g}: must be a number of seconds above 0")
-    config = _on_own_ranks(paceline.config.load(path, overrides))
-    if problems := paceline.config.check(config.model_copy(update={"compile": False})):
+    config = paceline.config.load(path, overrides)
+    if problems := paceline.config.check(_on_own_ranks(config, compiled=precision == "run")):
         raise ConfigError(problems)
     from paceline.prove import verify_config
 
     return verify_config(
-        paceline.config.with_code(config),
-        layouts,
-        steps=steps,
-        global_batch=global_batch,
-        precision=precision,
-        plant=plant,
-        timeout=timeout,
+        paceline.config.with_code(config), layouts, precision=precision, timeout=timeout, **asked
     )
 
 
-def _on_own_ranks(config: Config) -> Config:
-    """The proof runs on CPU ranks of its own, whatever the run will run on."""
-    launch = config.launch.model_copy(update={"nproc": 1, "device": "cpu"})
-    data = config.data.model_copy(update={"pin_memory": None})
-    return config.model_copy(update={"layout": "auto", "launch": launch, "data": data})
+def _on_own_ranks(config: Config, *, compiled: bool) -> Config:
+    """The config to check: the proof runs on ranks of its own, whatever the run will run on."""
+    own = {"nproc": 1, "device": "cpu", "share_gpu": False}
+    return config.model_copy(
+        update={
+            "layout": "auto",
+            "launch": config.launch.model_copy(update=own),
+            "data": config.data.model_copy(update={"pin_memory": None}),
+            "compile": config.compile and compiled,
+        }
+    )
 
 
 def _list_plants() -> None:

@@ -19,7 +19,7 @@ MOST_DIGITS = 100
 
 
 class Budget:
-    """Counts what was read; raises :class:`ConfigError` with the bound that was passed."""
+    """Counts what was read; raises ``ConfigError`` with the bound that was passed."""
 
     def __init__(self) -> None:
         self._values = self._characters = 0
@@ -43,7 +43,7 @@ class Budget:
 
 
 def check_bounds(data: Any) -> None:
-    """Raise :class:`ConfigError` where ``data`` from any source holds more than a config may."""
+    """Raise ``ConfigError`` where ``data`` from any source holds more than a config may."""
     budget = Budget()
     waiting: list[tuple[Any, int]] = [(data, 0)]
     while waiting:

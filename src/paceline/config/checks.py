@@ -1,6 +1,6 @@
 """What only shows when several values are looked at together, before any process starts.
 
-Each group of checks is a generator of (key to blame, text); :func:`check` runs them all.
+Each group of checks is a generator of (key to blame, text); ``check`` runs them all.
 """
 
 from __future__ import annotations
@@ -193,13 +193,15 @@ def _ranks(config: Config, gpus: int) -> Problems:
             "that are started; set launch.nproc to the number of its GPUs, or of its CPU cores",
         )
     on_nodes = "" if nodes == 1 else f" on {nodes} machines, {world_size} in all"
+    yield from (unsound := list(rule_problems(config, Layout.smallest(config.layout))))
     try:
         layout = Layout.parse(config.layout, world_size=world_size)
     except LayoutError as error:
-        yield (
-            config._sources.culprit(*_RANK_KEYS),
-            f"{error} (launch.nproc={config.launch.nproc}{on_nodes})",
-        )
+        if not unsound:  # else no other number of ranks would do
+            yield (
+                config._sources.culprit(*_RANK_KEYS),
+                f"{error} (launch.nproc={config.launch.nproc}{on_nodes})",
+            )
     else:
         if layout.world_size != world_size:
             yield (
@@ -207,18 +209,42 @@ def _ranks(config: Config, gpus: int) -> Problems:
                 f"layout {config.layout!r} needs {layout.world_size} ranks, but launch.nproc="
                 f"{nproc}{on_nodes}; make them agree, or leave one of them at auto",
             )
-        yield from rule_problems(config, layout)
+        if not unsound:
+            yield from rule_problems(config, layout)
     if config.launch.device == "cuda" and not gpus:
         yield (
             ("launch", "device"),
             "launch.device=cuda, but torch can use no GPU on this machine; set it to cpu or auto",
         )
-    elif on_gpu(config, gpus) and nproc > gpus:
+    elif on_gpu(config, gpus) and nproc > gpus and not config.launch.share_gpu:
         yield (
             config._sources.culprit(*_RANK_KEYS),
             f"{nproc} ranks need {nproc} GPUs, but this machine has {gpus}; set launch.nproc to "
-            f"{gpus} or less, or launch.device to cpu",
+            f"{gpus} or less, or launch.device to cpu; for a test, launch.share_gpu=true lets "
+            "them share",
         )
+    if config.launch.share_gpu and (problem := _sharing_problem(config, gpus)):
+        yield ("launch", "share_gpu"), f"launch.share_gpu=true {problem}"
+
+
+def _sharing_problem(config: Config, gpus: int) -> str | None:
+    """Why ranks cannot share GPUs, or need not."""
+    nproc, nodes = nproc_of(config, gpus), most_nodes(config)
+    if config.launch.device == "cpu":
+        return "with launch.device=cpu: there is no GPU to share; leave one of them out"
+    if not gpus:
+        return "needs a GPU, but torch can use none on this machine; leave it out"
+    if nodes > 1:
+        return (
+            f"is for tests on one machine, but launch.nnodes={config.launch.nnodes}; leave it out"
+        )
+    if nproc <= gpus:
+        own = "the rank has a GPU" if nproc == 1 else f"each of {nproc} ranks has a GPU"
+        return (
+            f"has nothing to do: {own} of its own, of {gpus}; leave it out, set launch.nproc to "
+            f"more than {gpus}, or hide GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    return None
 
 
 def _batch(config: Config, gpus: int) -> Problems:

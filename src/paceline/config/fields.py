@@ -63,7 +63,7 @@ def _optimizer_name(value: str) -> str:
 def _layout(value: str) -> str:
     if value.strip() == "auto":
         return "auto"
-    Layout.parse(value)  # raises LayoutError, a ValueError, with its own message
+    Layout.smallest(value)  # raises LayoutError, a ValueError, with its own message
     return value
 
 

@@ -1,8 +1,4 @@
-"""The keys a config may have, and the one a person meant when they wrote another.
-
-People come from other frameworks with the names they know: ``learning_rate``, ``batch_size``,
-``max_steps``. Those are listed here with the key that does the same.
-"""
+"""The keys a config may have, and the one a person meant when they wrote another."""
 
 from __future__ import annotations
 
@@ -17,98 +13,7 @@ from pydantic.fields import FieldInfo
 from paceline.config.schema import Config
 from paceline.config.sources import Path
 from paceline.credentials import Secret
-
-_ELSEWHERE = {
-    "accumulate_grad_batches": "batch.accumulate",
-    "amp": "precision",
-    "batch_size": "batch.global_batch",
-    "betas": "optimizer.args.betas",
-    "bf16": "precision",
-    "ckpt": "checkpoint",
-    "dataloader_num_workers": "data.workers",
-    "dataset": "data",
-    "devices": "launch.nproc",
-    "dtype": "precision",
-    "eps": "optimizer.args.eps",
-    "eval_interval": "train.eval_every",
-    "eval_steps": "train.eval_every",
-    "experiment_name": "track.mlflow.experiment",
-    "fp16": "precision",
-    "global_batch_size": "batch.global_batch",
-    "grad_accum_steps": "batch.accumulate",
-    "grad_clip": "train.clip_norm",
-    "gradient_accumulation_steps": "batch.accumulate",
-    "gradient_clip_val": "train.clip_norm",
-    "gradient_clipping": "train.clip_norm",
-    "iterations": "train.steps",
-    "learning_rate": "optimizer.lr",
-    "limit_val_batches": "train.eval_batches",
-    "lr_scheduler": "schedule",
-    "lr_scheduler_type": "schedule.name",
-    "max_epochs": "train.epochs",
-    "max_grad_norm": "train.clip_norm",
-    "max_iters": "train.steps",
-    "max_steps": "train.steps",
-    "micro_batch_size": "batch.microbatch",
-    "mixed_precision": "precision",
-    "momentum": "optimizer.args.momentum",
-    "n_epochs": "train.epochs",
-    "nproc_per_node": "launch.nproc",
-    "num_epochs": "train.epochs",
-    "num_gpus": "launch.nproc",
-    "num_processes": "launch.nproc",
-    "num_steps": "train.steps",
-    "num_train_epochs": "train.epochs",
-    "num_workers": "data.workers",
-    "optim": "optimizer",
-    "output_dir": "track.run_dir",
-    "parallelism": "layout",
-    "per_device_train_batch_size": "batch.per_device_batch",
-    "save_dir": "track.run_dir",
-    "save_every": "checkpoint.every",
-    "save_interval": "checkpoint.every",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "scheduler": "schedule",
-    "strategy": "layout",
-    "sync_bn": "train.sync_batchnorm",
-    "torch_compile": "compile",
-    "total_steps": "train.steps",
-    "train_batch_size": "batch.global_batch",
-    "train_micro_batch_size_per_gpu": "batch.per_device_batch",
-    "trainer": "train",
-    "training": "train",
-    "val_check_interval": "train.eval_every",
-    "val_every": "train.eval_every",
-    "warmup": "schedule.warmup_steps",
-    "warmup_ratio": "schedule.warmup_steps",
-    "warmup_iters": "schedule.warmup_steps",
-    "wd": "optimizer.weight_decay",
-    "world_size": "launch.nproc",
-}
-"""What other frameworks call a key, wherever it stands."""
-
-_IN_SECTION = {
-    "_target_": "target",
-    "class": "target",
-    "class_path": "target",
-    "init_args": "args",
-    "interval": "every",
-    "kwargs": "args",
-    "max_to_keep": "keep",
-    "metric": "best",
-    "min_lr": "min_ratio",
-    "monitor": "best",
-    "params": "args",
-    "path": "target",
-    "save_last": "save_at_end",
-    "size": "global_batch",
-    "tracking_uri": "uri",
-    "type": "name",
-    "url": "uri",
-}
-"""What other frameworks call a key of the same section."""
-
+from paceline.options.other_names import ELSEWHERE, IN_SECTION
 
 _NOTES = {
     "amp": "like precision: bf16",
@@ -179,20 +84,20 @@ def suggest(section: Path, key: str) -> Path | None:
     """The key that was probably meant by the unknown ``key`` of ``section``, if any comes near."""
     here = keys_of(section)
     word = key.lower().replace("-", "_")
-    if _IN_SECTION.get(word) in here:
-        return (*section, _IN_SECTION[word])
+    if IN_SECTION.get(word) in here:
+        return (*section, IN_SECTION[word])
     if (near := nearest(word, here)) is not None:
         return (*section, near)
-    if word in _ELSEWHERE:
-        return tuple(_ELSEWHERE[word].split("."))
+    if word in ELSEWHERE:
+        return tuple(ELSEWHERE[word].split("."))
     elsewhere = [path for path in FIELDS if path[-1] == word and not section_of(FIELDS[path])]
     if elsewhere:
         return elsewhere[0]
     leaves = {path[-1]: path for path in reversed(FIELDS)}
-    near = nearest(word, leaves, cutoff=0.8) or nearest(word, _ELSEWHERE, cutoff=0.85)
+    near = nearest(word, leaves, cutoff=0.8) or nearest(word, ELSEWHERE, cutoff=0.85)
     if near is None:
         return None
-    return leaves[near] if near in leaves else tuple(_ELSEWHERE[near].split("."))
+    return leaves[near] if near in leaves else tuple(ELSEWHERE[near].split("."))
 
 
 def unknown_key(written: Path, section: Path, meant: Path | None) -> str:

@@ -13,9 +13,9 @@ import paceline.config.yaml_file as yaml_file
 from paceline.config.bounds import check_bounds
 from paceline.config.checks import check
 from paceline.config.keys import nearest
+from paceline.config.parallelism import spelled_out
 from paceline.config.schema import Config
 from paceline.config.sources import Path, Sources
-from paceline.config.spreading import spelled_out
 from paceline.config.validate import validate
 from paceline.config.values import found
 from paceline.errors import ConfigError
@@ -31,8 +31,8 @@ def load(
     """The config in ``source`` with ``overrides`` (``"train.steps=100"``) laid over it.
 
     ``source`` is a YAML or JSON file, a Python file that defines ``config``, a dict, a
-    :class:`Config`, or ``None`` for the demo. Raises :class:`ConfigError` with every problem of
-    the values by themselves; :func:`paceline.config.check` finds those that need several of them.
+    ``Config``, or ``None`` for the demo. Raises ``ConfigError`` with every problem of
+    the values by themselves; ``paceline.config.check`` finds those that need several of them.
     """
     config, problems, _ = _parse(source, overrides)
     if problems or config is None:
@@ -47,7 +47,7 @@ def load_checked(
     devices: int | None = None,
     trying_wire: bool = False,
 ) -> Config:
-    """Like :func:`load`, and :func:`paceline.config.check` too: the problems of both at once."""
+    """Like ``load``, and ``paceline.config.check`` too: the problems of both at once."""
     config, problems, broken = _parse(source, overrides)
     if config is not None:
         problems += check(config, devices=devices, leaving_out=broken, trying_wire=trying_wire)

@@ -25,7 +25,7 @@ def find_module(name: str, folders: Sequence[str] | None = None) -> ModuleSpec |
     """Where module ``name`` is; ``None`` when only importing it could tell.
 
     Looks in ``folders`` first (by default the current one), then where Python looks. Raises
-    :class:`ConfigError` when the module is nowhere.
+    ``ConfigError`` when the module is nowhere.
     """
     top, *rest = name.split(".")
     folders = [os.getcwd()] if folders is None else folders

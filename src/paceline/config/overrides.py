@@ -8,8 +8,8 @@ from typing import Any
 
 import paceline.config.yaml_file as yaml_file
 from paceline.config.keys import is_secret
+from paceline.config.parallelism import spelled_out
 from paceline.config.sources import Path, Sources
-from paceline.config.spreading import spelled_out
 from paceline.config.values import found
 from paceline.errors import ConfigError
 from paceline.masking import MASK, is_reference, masked, says_secret, shown
@@ -97,7 +97,7 @@ def in_users_words(problems: Iterable[str], flags: Mapping[str, str]) -> list[st
 
 
 def parse(override: str) -> tuple[Path, Any]:
-    """``train.steps=100`` as its path and its value; raises :class:`ConfigError`."""
+    """``train.steps=100`` as its path and its value; raises ``ConfigError``."""
     key, equals, text = override.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):

@@ -20,7 +20,7 @@ from paceline.errors import ConfigError, PacelineError
 
 
 def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
-    """Run the file; returns its ``config`` (a dict or a :class:`Config`) and the line of each key.
+    """Run the file; returns its ``config`` (a dict or a ``Config``) and the line of each key.
 
     Lines are known for keys written in a literal ``config = {...}`` or ``config = dict(...)``.
     Modules beside the file can be imported from it, as from a script.

@@ -25,7 +25,7 @@ def nproc_of(config: Config, gpus: int) -> int:
         return config.launch.nproc
     if config.layout != "auto":
         # Where it does not go into the machines evenly, checks.py says so.
-        return max(1, Layout.parse(config.layout).world_size // most_nodes(config))
+        return max(1, Layout.smallest(config.layout).world_size // most_nodes(config))
     return max(gpus, 1) if on_gpu(config, gpus) else RANKS_WITHOUT_GPU
 
 
@@ -44,8 +44,8 @@ def resolve(config: Config, *, devices: int | None = None) -> Config:
 
     The layout is that of all machines together, when as many as ``launch.nnodes`` allows are
     there. ``devices`` is the number of GPUs, counted on this machine when ``None``. Raises
-    :class:`~paceline.errors.LayoutError` when the layout does not fit the ranks;
-    :func:`paceline.config.check` says so before.
+    ``LayoutError`` when the layout does not fit the ranks;
+    ``paceline.config.check`` says so before.
     """
     gpus = count_gpus() if devices is None else devices
     nproc, world_size = nproc_of(config, gpus), world_of(config, gpus)
@@ -69,7 +69,7 @@ def learning_rate(config: Config) -> float:
 
 
 def dump(config: Config) -> str:
-    """``config`` as YAML with every key written out; :func:`load` reads it back equal."""
+    """``config`` as YAML with every key written out; ``load`` reads it back equal."""
     return yaml_file.write(config.model_dump())
 
 

@@ -98,6 +98,11 @@ class Launch(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where there is a GPU, else cpu."
     )
+    share_gpu: bool = Field(
+        default=False,
+        description="For tests: more ranks than this machine has GPUs share them over NCCL, each "
+        "passing for a host of its own. Slow.",
+    )
     grace: float = Field(
         default=15.0,
         gt=0,

@@ -19,10 +19,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 import paceline.config.demo as demo
 from paceline.config.fields import LayoutText, Positive, RunName
-from paceline.config.running import Checkpoint, Hangs, Launch, Track
-from paceline.config.sections import Section, keys_of
-from paceline.config.sources import Sources
-from paceline.config.spreading import (
+from paceline.config.parallelism import (
     CompressSection,
     LocalStepsSection,
     OptionsSection,
@@ -31,6 +28,9 @@ from paceline.config.spreading import (
     ShardingSection,
     TensorSection,
 )
+from paceline.config.running import Checkpoint, Hangs, Launch, Track
+from paceline.config.sections import Section, keys_of
+from paceline.config.sources import Sources
 from paceline.config.training import Batch, Data, Model, Optimizer, Schedule, Target, Train
 from paceline.options import EngineOptions, TrainerOptions
 from paceline.options.declare import declared

@@ -42,7 +42,7 @@ UNKNOWN = Callee()
 def import_target(target: str, folders: Sequence[str] | None = None) -> Any:
     """Import what ``target`` names, looking in ``folders`` first (by default the current one).
 
-    They go to the front of ``sys.path``, as with ``python -m``. Raises :class:`ConfigError` when
+    They go to the front of ``sys.path``, as with ``python -m``. Raises ``ConfigError`` when
     it is not there, or with the error of importing it behind it.
     """
     module_name, _, names = target.partition(":")
@@ -67,7 +67,7 @@ def import_target(target: str, folders: Sequence[str] | None = None) -> Any:
 
 
 def look_up(target: str, folders: Sequence[str] | None = None) -> Callee:
-    """What ``target`` is, without importing it; :class:`ConfigError` when it is not there.
+    """What ``target`` is, without importing it; ``ConfigError`` when it is not there.
 
     ``folders`` are looked in first, by default the current one.
     """

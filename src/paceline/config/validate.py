@@ -1,4 +1,4 @@
-"""From plain data to a :class:`Config`, or to one message for every problem in it."""
+"""From plain data to a ``Config``, or to one message for every problem in it."""
 
 from __future__ import annotations
 

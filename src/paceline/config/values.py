@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from paceline.config.keys import nearest
 from paceline.credentials import Secret
+from paceline.formatting import one_of
 from paceline.masking import masked
 from paceline.options.declare import range_in_words
 
@@ -92,8 +93,7 @@ def _kind(kind: Any, limits: list[Any]) -> str:
     if kind is NoneType:
         return "null"
     if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        return f"one of {', '.join(choices)}" if len(choices) > 1 else repr(choices[0])
+        return one_of(typing.get_args(kind))
     if kind is bool:
         return "true or false"
     if kind in (int, float):

@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what :class:`_Loader` or a YAML 1.1 reader would take for something else.
+    """Quotes what ``_Loader`` or a YAML 1.1 reader would take for something else.
 
     So ``launch.on`` is written ``'on'``: PyYAML itself would read a bare ``on`` as true.
     """
@@ -78,7 +78,7 @@ def read(text: str, name: str, at: Path = ()) -> tuple[Any, dict[Path, int]]:
 
     ``at`` is the key that all of it stands at.
 
-    Raises :class:`ConfigError` for a syntax error, a key given twice or a tag.
+    Raises ``ConfigError`` for a syntax error, a key given twice or a tag.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -99,12 +99,12 @@ def read(text: str, name: str, at: Path = ()) -> tuple[Any, dict[Path, int]]:
 
 
 def read_value(text: str, at: Path = ()) -> Any:
-    """The value in an override of key ``at``, like ``[0.9, 0.95]``; raises :class:`ConfigError`."""
+    """The value in an override of key ``at``, like ``[0.9, 0.95]``; raises ``ConfigError``."""
     return read(text, "", at)[0]
 
 
 def write(data: Any) -> str:
-    """``data`` as YAML that :func:`read` reads back equal: one key a line, short lists inline."""
+    """``data`` as YAML that ``read`` reads back equal: one key a line, short lists inline."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=99)
 
 

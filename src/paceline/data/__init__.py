@@ -1,6 +1,6 @@
 """Data: the global order, the loader that walks it, and text that every machine has.
 
-- ``make_loader``: the function :func:`loader`; ``torch_dataloader``: one made of a DataLoader.
+- ``make_loader``: the function ``loader``; ``torch_dataloader``: one made of a DataLoader.
 - ``loader``: the class, its position and its state; ``batch_shares``: each rank's share of a batch.
 - ``shuffle_order``: the order of an epoch, computed and never stored.
 - ``map_dataset``, ``custom_sampler``, ``iterable_dataset``, ``rank_sharded_stream``: the kinds of
@@ -11,10 +11,10 @@
 
 from paceline.data.batch_shares import Share, share, steps_per_epoch
 from paceline.data.loader import Loader
-from paceline.data.make_loader import loader
+from paceline.data.make_loader import from_dataloader, loader
 from paceline.data.shuffle_order import Order
 from paceline.data.text import ByteText, stdlib_source, unigram_loss
-from paceline.data.torch_dataloader import from_dataloader, sizes_over
+from paceline.data.torch_dataloader import sizes_over
 
 __all__ = [
     "ByteText",

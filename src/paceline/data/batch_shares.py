@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.data.checks import check_rank, whole_number
+from paceline.data.arguments import check_rank, whole_number
 
 
 class Share(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from paceline.data.arguments import check_rank, check_stream_workers, length_of
 from paceline.data.batch_shares import BatchCut
-from paceline.data.checks import check_rank, check_stream_workers, length_of
 from paceline.data.iterable_dataset import StreamSource
 from paceline.data.loader import Loader
 from paceline.data.map_dataset import OrderSource
@@ -35,7 +35,7 @@ def source_of(
     shuffle: bool | None,
     sharded_by_rank: bool,
 ) -> SampleSource:
-    """What a loader over ``dataset`` reads from; :class:`DataError` where the arguments clash."""
+    """What a loader over ``dataset`` reads from; ``DataError`` where the arguments clash."""
     if streamed:
         if shuffle:
             raise DataError(
@@ -55,7 +55,7 @@ def source_of(
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether ``dataset`` is read in sequence; :class:`DataError` if it cannot be read at all."""
+    """Whether ``dataset`` is read in sequence; ``DataError`` if it cannot be read at all."""
     name = type(dataset).__name__
     if isinstance(dataset, Loader):
         raise DataError("the dataset is a Loader already: iterate it, or give what it was made of.")

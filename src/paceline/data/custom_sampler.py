@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
+from paceline.data.arguments import length_of
 from paceline.data.batch_shares import BatchCut
-from paceline.data.checks import length_of
 from paceline.data.fingerprints import INDICES, Leaf, digest
 from paceline.data.map_dataset import BatchRequest, MapSource
 from paceline.data.randomness import RandomStream, seed_for

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from paceline.data.arguments import length_of
 from paceline.data.batch_shares import BatchCut
 from paceline.data.batch_slicing import count_rows, cut_rows, empty_batch
-from paceline.data.checks import length_of
 from paceline.data.fingerprints import Fingerprint, fingerprint
 from paceline.data.randomness import RandomStream, isolated, seed_all, seed_for
 from paceline.data.rank_comparison import READINGS, Drawn, Reread, reread_of
@@ -105,7 +105,7 @@ class StreamSource(SampleSource):
         return {"seed": self.seed}
 
     def restore(self, saved: dict[str, Any]) -> LoaderPosition:
-        """The place that :meth:`save` wrote."""
+        """The place that ``save`` wrote."""
         place = LoaderPosition(**saved)
         if place.state is None:
             return place

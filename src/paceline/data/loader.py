@@ -39,11 +39,11 @@ class Loader:
     """Iterating yields this rank's share of each global batch, up to the end of the epoch.
 
     Iterating again yields the next epoch; after a ``break`` it goes on with the next batch. Made by
-    :func:`paceline.data.loader`. Where it stands is one number, :attr:`position`: batches that
+    ``paceline.data.loader``. Where it stands is one number, ``position``: batches that
     workers have fetched ahead do not count until they are handed to you.
 
     A rank whose share is empty gets a batch of zero samples: same structure, tensors of shape
-    ``(0, …)``. Worker processes live from epoch to epoch; ``break``, an error, :meth:`close`, or
+    ``(0, …)``. Worker processes live from epoch to epoch; ``break``, an error, ``close``, or
     leaving a ``with`` block ends them.
     """
 
@@ -179,7 +179,7 @@ class Loader:
 
     @property
     def passes(self) -> int:
-        """In how many passes of at most :attr:`microbatch` samples the largest share goes."""
+        """In how many passes of at most ``microbatch`` samples the largest share goes."""
         total, most = self.global_batch, self.microbatch
         if total is None or most is None:
             return 1
@@ -302,7 +302,7 @@ class Loader:
         self._go_to(self._source.place(position))
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to go on with the next sample, in any world.
+        """What ``load_state_dict`` needs to go on with the next sample, in any world.
 
         Plain numbers, the same on every rank (a stream that saves itself adds its own state).
         A global batch that followed from the number of ranks is among them: it stays what it was.
@@ -317,7 +317,7 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go where ``state`` says; the world and the batch size may be others than then.
 
-        Refused with :class:`DataError`, leaving the loader as it was, when the state belongs to
+        Refused with ``DataError``, leaving the loader as it was, when the state belongs to
         another dataset length, seed or kind of data.
         """
         self._ready()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 from torch.utils.data import DataLoader, default_collate
 
+from paceline.data.arguments import LoaderArguments, check_seed, check_sharded, check_workers
 from paceline.data.batch_shares import BatchCut
-from paceline.data.checks import check_flags, check_seed, check_sharded, check_workers
 from paceline.data.choose_source import given_share, is_stream, source_of
 from paceline.data.loader import Loader, Sharing
 from paceline.data.sample_source import Collate, Fetching
-from paceline.data.torch_dataloader import from_dataloader
+from paceline.data.torch_dataloader import loader_over_dataloader
+from paceline.deprecation import warn_of_old_name
 from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
+from paceline.options.arguments import refuse_unknown
 
 
 def loader(
@@ -34,14 +36,15 @@ def loader(
     layout: str | Layout | None = None,
     sharded_by_rank: bool = False,
     compare: bool = True,
+    **unknown: Never,
 ) -> Loader:
     """A loader over ``dataset`` that gives each rank its share of each ``global_batch`` samples.
 
     ``dataset`` is anything with ``__len__`` and ``__getitem__`` (a Dataset, a list, a tensor), an
-    IterableDataset, or a torch DataLoader (then see :func:`from_dataloader`).
+    IterableDataset, or a torch DataLoader.
 
     - ``per_device_batch``, ``accumulate``: instead of ``global_batch``, which they make up:
-      ``per_device_batch × data-parallel ranks × accumulate``. See :attr:`Loader.microbatch`.
+      ``per_device_batch × data-parallel ranks × accumulate``. See ``Loader.microbatch``.
     - ``shuffle``: a new order each epoch, by ``seed``; on unless switched off. Streams keep theirs.
     - ``drop_last``: leave out a last batch that is short of ``global_batch``; it is kept unless
       asked for.
@@ -55,48 +58,57 @@ def loader(
     - ``sharded_by_rank``: the stream gives each data-parallel rank samples of its own, and a step
       takes each rank's share from its own stream.
     - ``compare``: ranks compare what they read, and raise where it is not the same data.
+
+    The batch size of a DataLoader is the *global* batch; with ``per_device_batch``, which must be
+    that batch size, it is that of each data-parallel rank instead. Its plain random or sequential
+    order becomes Paceline's own, by ``seed``; any other sampler is iterated as it is on every rank,
+    and each of its batches cut into shares. ``workers`` and ``pin_memory`` override the
+    DataLoader's; the other arguments may only repeat what it says.
     """
-    check_flags(
+    refuse_unknown(loader, unknown, error=DataError)
+    asked = LoaderArguments(
+        sizes=BatchSizes(global_batch, per_device_batch, accumulate),
+        seed=seed,
         shuffle=shuffle,
         drop_last=drop_last,
+        workers=workers,
         pin_memory=pin_memory,
+        collate_fn=collate_fn,
+        rank=rank,
+        size=size,
+        layout=layout,
         sharded_by_rank=sharded_by_rank,
         compare=compare,
     )
     if isinstance(dataset, DataLoader):
-        return from_dataloader(
-            dataset,
-            global_batch=global_batch,
-            per_device_batch=per_device_batch,
-            accumulate=accumulate,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            workers=workers,
-            pin_memory=pin_memory,
-            collate_fn=collate_fn,
-            rank=rank,
-            size=size,
-            layout=layout,
-            sharded_by_rank=sharded_by_rank,
-            compare=compare,
-        )
-    sizes = BatchSizes(global_batch, per_device_batch, accumulate)
-    if not sizes.says_global:
+        return loader_over_dataloader(dataset, asked)
+    return _loader_over_dataset(dataset, asked)
+
+
+def from_dataloader(dataloader: DataLoader[Any], **options: Any) -> Loader:
+    """The old name of ``loader``, for a torch DataLoader."""
+    warn_of_old_name("paceline.data.from_dataloader", "paceline.loader")
+    return loader(dataloader, **options)
+
+
+def _loader_over_dataset(dataset: Any, asked: LoaderArguments) -> Loader:
+    if not asked.sizes.says_global:
         raise DataError(
             "global_batch is missing: say how many samples one step takes, like 64, or give "
             "per_device_batch, those that one rank puts through the model at once."
         )
+    collate_fn = asked.collate_fn
     if collate_fn is not None and not callable(collate_fn):
         raise DataError(
             f"collate_fn={collate_fn!r} must be a function that makes a batch of a list of samples."
         )
-    workers = check_workers(0 if workers is None else workers)
-    seed = check_seed(seed)
+    workers = check_workers(0 if asked.workers is None else asked.workers)
+    seed = check_seed(asked.seed)
     streamed = is_stream(dataset)
-    fixed, layout = given_share(rank, size, layout)
-    cut = BatchCut(global_batch or 1, bool(drop_last))
-    fetching = Fetching(workers, pin_memory, collate_fn or default_collate)
-    source = source_of(dataset, streamed, cut, fetching, seed, shuffle, sharded_by_rank)
-    check_sharded(sharded_by_rank, fixed, cut.drop_last)
-    return Loader(source, sizes, Sharing(cut.drop_last, fixed, layout, compare))
+    fixed, layout = given_share(asked.rank, asked.size, asked.layout)
+    cut = BatchCut(asked.sizes.global_batch or 1, bool(asked.drop_last))
+    fetching = Fetching(workers, asked.pin_memory, collate_fn or default_collate)
+    sharded = asked.sharded_by_rank
+    source = source_of(dataset, streamed, cut, fetching, seed, asked.shuffle, sharded)
+    check_sharded(sharded, fixed, cut.drop_last)
+    return Loader(source, asked.sizes, Sharing(cut.drop_last, fixed, layout, asked.compare))

@@ -1,7 +1,7 @@
 """Map-style datasets: samples by index, fetched by torch's DataLoader.
 
 A plan says which indices make the next global batch; the main process sends each rank's part of it
-to the DataLoader as a :class:`BatchRequest`, and a :class:`Fetcher` (here or in a worker process)
+to the DataLoader as a ``BatchRequest``, and a ``Fetcher`` (here or in a worker process)
 turns that into a batch.
 """
 
@@ -304,5 +304,5 @@ class OrderSource(MapSource):
         return {"position": place.position}
 
     def restore(self, saved: dict[str, Any]) -> LoaderPosition:
-        """The place that :meth:`save` wrote."""
+        """The place that ``save`` wrote."""
         return self.place(**saved)

@@ -112,7 +112,7 @@ class RandomStream:
         return dict(self._state)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` gave, here or in another process."""
+        """Go on from what ``state`` gave, here or in another process."""
         self._state = dict(state)
 
 

@@ -89,7 +89,7 @@ class RankStreamSource(SampleSource):
         return LoaderPosition()
 
     def restore(self, saved: dict[str, Any]) -> LoaderPosition:
-        """The place that :meth:`save` wrote."""
+        """The place that ``save`` wrote."""
         place = LoaderPosition(**saved)
         return place if place.state is None else replace(place, state=Offsets(**place.state))
 

@@ -105,7 +105,7 @@ class SampleSource(ABC):
 
     samples_per_epoch: int | None = None
     cut: BatchCut
-    """How the data is cut, for the layout that reads it; :meth:`follow` sets another."""
+    """How the data is cut, for the layout that reads it; ``follow`` sets another."""
 
     dataset: Any
     fetching: Fetching
@@ -173,5 +173,5 @@ class SampleSource(ABC):
         return {k: v for k, v in dataclasses.asdict(place).items() if v is not None}
 
     def restore(self, saved: dict[str, Any]) -> LoaderPosition:
-        """The place that :meth:`save` wrote."""
+        """The place that ``save`` wrote."""
         return LoaderPosition(**saved)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from paceline.data.checks import whole_number
+from paceline.data.arguments import whole_number
 from paceline.errors import DataError
 
 # Installed packages are no part of the standard library; tests and tables of characters are no

@@ -14,59 +14,26 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from paceline.data.batch_shares import BatchCut
-from paceline.data.checks import (
-    check_flags,
+from paceline.data.arguments import (
+    LoaderArguments,
     check_seed,
     check_sharded,
     check_stream_workers,
     check_workers,
     length_of,
 )
+from paceline.data.batch_shares import BatchCut
 from paceline.data.choose_source import NOT_A_STREAM, given_share, source_of
 from paceline.data.custom_sampler import SamplerSource
 from paceline.data.iterable_dataset import BatchSource
 from paceline.data.loader import Loader, Sharing
-from paceline.data.sample_source import Collate, Fetching, SampleSource
+from paceline.data.sample_source import Fetching, SampleSource
 from paceline.errors import DataError
-from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
 
 
-def from_dataloader(
-    dataloader: DataLoader[Any],
-    *,
-    global_batch: int | None = None,
-    per_device_batch: int | None = None,
-    accumulate: int | None = None,
-    seed: int = 0,
-    shuffle: bool | None = None,
-    drop_last: bool | None = None,
-    workers: int | None = None,
-    pin_memory: bool | None = None,
-    collate_fn: Collate | None = None,
-    rank: int | None = None,
-    size: int | None = None,
-    layout: str | Layout | None = None,
-    sharded_by_rank: bool = False,
-    compare: bool = True,
-) -> Loader:
-    """A loader over what a torch DataLoader reads; its batch size is the *global* batch.
-
-    With ``per_device_batch``, which must be the DataLoader's batch size, it is that of each
-    data-parallel rank instead.
-
-    Its plain random or sequential order becomes Paceline's own, by ``seed``; any other sampler is
-    iterated as it is on every rank, and each of its batches cut into shares. ``workers`` and
-    ``pin_memory`` override the DataLoader's; the other arguments may only repeat what it says.
-    """
-    check_flags(
-        shuffle=shuffle,
-        drop_last=drop_last,
-        pin_memory=pin_memory,
-        sharded_by_rank=sharded_by_rank,
-        compare=compare,
-    )
+def loader_over_dataloader(dataloader: DataLoader[Any], asked: LoaderArguments) -> Loader:
+    """A loader over what ``dataloader`` reads; ``paceline.loader`` says how."""
     dataset: Any = dataloader.dataset
     batches: Any = dataloader.batch_sampler  # None where the dataset makes its own batches
     plain = type(batches) is BatchSampler  # the one that DataLoader(batch_size=…) makes
@@ -74,39 +41,39 @@ def from_dataloader(
     _refuse_distributed(batches, sampler, getattr(batches, "sampler", None))
     order = _order_of(sampler, dataset) if plain else None
     drops = bool(batches.drop_last if plain else dataloader.drop_last)
-    sizes, found = _sizes_of(dataloader, BatchSizes(global_batch, per_device_batch, accumulate))
-    _refuse_conflict("drop_last", drop_last, "drop_last", drops)
-    _refuse_conflict("collate_fn", collate_fn, "collate_fn", dataloader.collate_fn)
-    _refuse_conflict("shuffle", shuffle, "shuffle", order)
-    fetching = _fetching_of(dataloader, workers, pin_memory)
-    seed = check_seed(seed)
-    fixed, layout = given_share(rank, size, layout)
+    sizes, found = _sizes_of(dataloader, asked.sizes)
+    _refuse_conflict("drop_last", asked.drop_last, "drop_last", drops)
+    _refuse_conflict("collate_fn", asked.collate_fn, "collate_fn", dataloader.collate_fn)
+    _refuse_conflict("shuffle", asked.shuffle, "shuffle", order)
+    fetching = _fetching_of(dataloader, asked.workers, asked.pin_memory)
+    seed = check_seed(asked.seed)
+    fixed, layout = given_share(asked.rank, asked.size, asked.layout)
     cut = BatchCut(sizes.global_batch or 1, drops)
     streamed = isinstance(dataset, IterableDataset)
     if streamed:
         check_stream_workers(fetching.workers)
-    elif shuffle and order is None:
+    elif asked.shuffle and order is None:
         raise DataError(
             f"shuffle=True: the DataLoader's own {type(sampler if plain else batches).__name__} "
             "decides the order. Leave shuffle out."
         )
-    said = global_batch or per_device_batch or accumulate
-    sharing = Sharing(drops, fixed, layout, compare, None if said else found)
-    check_sharded(sharded_by_rank, fixed, cut.drop_last)
+    said = any(asked.sizes.stated().values())
+    sharing = Sharing(drops, fixed, layout, asked.compare, None if said else found)
+    check_sharded(asked.sharded_by_rank, fixed, cut.drop_last)
     source: SampleSource
     if batches is None:
-        _refuse_conflict("workers", workers, "num_workers", dataloader.num_workers)
-        _refuse_conflict("pin_memory", pin_memory, "pin_memory", dataloader.pin_memory)
-        if sharded_by_rank:
+        _refuse_conflict("workers", asked.workers, "num_workers", dataloader.num_workers)
+        _refuse_conflict("pin_memory", asked.pin_memory, "pin_memory", dataloader.pin_memory)
+        if asked.sharded_by_rank:
             raise DataError(
                 "sharded_by_rank=True with a DataLoader that has batch_size=None, whose batches "
                 "have sizes of their own. Give the DataLoader a batch_size, or the dataset itself."
             )
         source = BatchSource(dataloader, cut, seed)
     elif streamed or order is not None:
-        shuffles = shuffle if streamed else order
-        source = source_of(dataset, streamed, cut, fetching, seed, shuffles, sharded_by_rank)
-    elif sharded_by_rank:
+        shuffles = asked.shuffle if streamed else order
+        source = source_of(dataset, streamed, cut, fetching, seed, shuffles, asked.sharded_by_rank)
+    elif asked.sharded_by_rank:
         raise DataError(NOT_A_STREAM)
     else:
         _refuse_other_batches(batches, plain, sizes)

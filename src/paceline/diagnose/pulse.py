@@ -28,7 +28,7 @@ class Pulse:
         self.since = time.perf_counter()
         """When it last moved."""
         self.spent: dict[str, float] = {}
-        """Seconds by phase since :meth:`take_spent`."""
+        """Seconds by phase since ``take_spent``."""
         self.longest_step = 0.0
         self.listener: Callable[[str], None] | None = None
         """Called with each phase that begins, while time is measured: engine/step_timing.py."""

@@ -28,7 +28,7 @@ def find_straggler(
 ) -> Straggler | None:
     """The rank that costs the step most, if that is worth telling.
 
-    ``phases`` maps each phase to seconds by rank, as :class:`paceline.events.StepSplit` has them;
+    ``phases`` maps each phase to seconds by rank, as ``paceline.events.StepSplit`` has them;
     ``hosts`` names the machine of each rank. Ranks with the same number in ``alike`` have the same
     part of the model, all of them where it is left out: the time a stage of a pipeline takes is
     compared with that of the same stage elsewhere.
@@ -86,7 +86,7 @@ class StragglerFilter:
         self._quiet = 0
 
     def add(self, found: Straggler | None) -> Straggler | None:
-        """Take in what :func:`find_straggler` found in the next split; returns what to report."""
+        """Take in what ``find_straggler`` found in the next split; returns what to report."""
         before, self._before = self._before, found
         self._quiet = self._quiet + 1 if found is None else 0
         if self._quiet == 2:

@@ -296,11 +296,12 @@ def _different_gpus(facts: ClusterFacts) -> list[Finding]:
 
 def _gpus_of(machine: Machine) -> list[Finding]:
     gpus, findings = machine.gpus, list[Finding]()
-    if gpus.visible < machine.plan.nproc and machine.plan.on_gpu:
+    plan = machine.plan
+    if plan.on_gpu and gpus.visible < (1 if plan.shares_gpu else plan.nproc):
         findings.append(
             failed(
                 "GPUs",
-                f"{machine.name}: {plural(machine.plan.nproc, 'rank')} on "
+                f"{machine.name}: {plural(plan.nproc, 'rank')} on "
                 f"{plural(gpus.visible, 'visible GPU')}",
                 f"On {machine.name}: --nproc {max(gpus.visible, 1)}, or widen "
                 "CUDA_VISIBLE_DEVICES.",

@@ -114,7 +114,7 @@ class FolderFacts:
     error: str = ""
     free: int | None = None
     sync_seconds: float | None = None
-    """How long it took to write :data:`SYNC_BYTES` so that they are on the disk."""
+    """How long it took to write ``SYNC_BYTES`` so that they are on the disk."""
 
 
 SYNC_BYTES = 4 * 2**20
@@ -140,6 +140,8 @@ class RunPlan:
     least_nodes: int = 1
     most_nodes: int = 1
     on_gpu: bool = False
+    shares_gpu: bool = False
+    """Whether more ranks than GPUs may share them (launch.share_gpu)."""
     workers: int = 0
     checkpoints_at_once: int = 1
     """How many checkpoints lie on the disk at the most, the one being written included."""

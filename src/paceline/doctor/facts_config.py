@@ -85,6 +85,7 @@ def _plan(source: str, problems: tuple[str, ...], config: Config) -> RunPlan:
         least_nodes=least,
         most_nodes=most,
         on_gpu=on_gpu(config, gpus),
+        shares_gpu=config.launch.share_gpu,
         workers=config.data.workers,
         checkpoints_at_once=keep + 1,
         in_memory=config.checkpoint.memory_every is not None,

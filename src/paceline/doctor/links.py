@@ -98,7 +98,7 @@ def outcome_of(error: Exception) -> ConnectOutcome:
 def try_link(
     source: str, target: str, address: str, port: int, *, by_gloo: bool = False
 ) -> tuple[Connection, ClockOffset | None]:
-    """Connect to another machine's :class:`Echo` and compare the clocks."""
+    """Connect to another machine's ``Echo`` and compare the clocks."""
     connection, tried = connect(address, port)
     clock: ClockOffset | None = None
     if connection is not None:

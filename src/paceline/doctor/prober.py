@@ -20,7 +20,7 @@ _SLACK_S = 5.0
 
 
 class Prober:
-    """Starts the process at once; :attr:`hello` and jobs are waited for when they are needed."""
+    """Starts the process at once; ``hello`` and jobs are waited for when they are needed."""
 
     def __init__(self) -> None:
         self._guard = ProcessReaper()
@@ -52,7 +52,7 @@ class Prober:
         return self.wait_for(self._waiting[None], _IMPORT_TIMEOUT_S)
 
     def submit(self, job: str, timeout: float, **arguments: Any) -> ProbeJob:
-        """Ask for a job of :mod:`paceline.doctor.jobs`."""
+        """Ask for a job of ``paceline.doctor.jobs``."""
         number = next(self._ids)
         future: Future[dict[str, Any]] = Future()
         with self._turn:

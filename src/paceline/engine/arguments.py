@@ -1,4 +1,4 @@
-"""What may be passed to :class:`Engine`, :class:`Trainer`, ``prepare`` and ``verify``, by kind.
+"""What may be passed to ``Engine``, ``Trainer``, ``prepare`` and ``verify``, by kind.
 
 A wrong kind is answered here, in one sentence, before anything is built: not by an error from
 somewhere inside a step. Options check themselves (``paceline.options``); what values mean together
@@ -7,7 +7,6 @@ is checked by ``checks.py`` and the rules.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,11 +20,11 @@ from paceline.options.declare import shown
 from paceline.world import World
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-Schedule = Callable[[int], float] | LRScheduler
+LRSchedule = Callable[[int], float] | LRScheduler
 
 
 def check_arguments(model: Any, loss: Any, optimizer: Any, world: Any = None) -> None:
-    """Refuse arguments that are not of the kind that :class:`Engine` takes."""
+    """Refuse arguments that are not of the kind that ``Engine`` takes."""
     check_model(model)
     check_loss(loss)
     check_optimizer_kind(optimizer)
@@ -79,38 +78,6 @@ def check_switches(whose: str, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise TrainingError(f"{whose}{name}={shown(value)} must be True or False.")
-
-
-_ELSEWHERE = {
-    "batch_size": "global_batch",
-    "gradient_accumulation_steps": "accumulate",
-    "accumulate_grad_batches": "accumulate",
-    "mixed_precision": "precision",
-    "max_grad_norm": "clip_norm",
-    "gradient_clip_val": "clip_norm",
-    "lr_scheduler": "schedule",
-    "gradient_checkpointing": "checkpoint_activations",
-}
-"""What other libraries call an option of ours."""
-
-
-def refuse_unknown(taker: type, unknown: Mapping[str, Any]) -> None:
-    """Refuse arguments that ``taker``, :class:`Engine` or :class:`Trainer`, does not have."""
-    if not unknown:
-        return
-    taken = inspect.signature(taker).parameters.keys() - {"unknown"}
-    known = sorted(taken - {"model", "optimizer", "loss", "world"})
-    told = []
-    for name in unknown:
-        hint = ""
-        if near := difflib.get_close_matches(name, taken, n=1):
-            hint = f" Did you mean {near[0]}?"
-        elif _ELSEWHERE.get(name) in taken:
-            hint = f" It is called {_ELSEWHERE[name]} here."
-        elif name in inspect.signature(getattr(taker, "fit", taker)).parameters:
-            hint = f" Pass it to fit({name}=…)."
-        told.append(f"{taker.__name__} got an unknown argument {name}.{hint}")
-    raise TrainingError(f"{' '.join(told)} It takes {', '.join(known)}.")
 
 
 def check_call(call: Callable[..., Any], arguments: list[Any], named: Mapping[str, Any]) -> None:

@@ -16,18 +16,17 @@ from paceline.engine.learning_rate import LearningRate
 from paceline.engine.loss import LossFunction, LossModule
 from paceline.engine.memory import MemoryMeter
 from paceline.engine.microbatches import Microbatches
+from paceline.engine.model_setup import ModelSetup
 from paceline.engine.nonfinite import NonFiniteCheck
 from paceline.engine.optimizer_groups import Groups
 from paceline.engine.precision import Precision
 from paceline.engine.randomness import SampleNumbers, make_randomness
 from paceline.engine.rank_state import RankStates
 from paceline.engine.same_batches import SameBatches
-from paceline.engine.spreading import Spreading
 from paceline.engine.state import WholeState
 from paceline.engine.whole_model import WholeModel
 from paceline.layout import Layout
 from paceline.options import EngineOptions
-from paceline.options.rules import Combination, check_rules
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.apply_layout import needs_sample
 from paceline.parallel.meta import is_on_meta
@@ -61,7 +60,6 @@ def build(
 
     A collective: all ranks start from one model and one optimizer.
     """
-    check_rules(Combination(layout, options))
     precision = Precision(options.precision, world.device, sharded=bool(layout.beyond_dp))
     if options.sync_batchnorm:
         model = sync_batchnorm.convert(model)
@@ -89,7 +87,7 @@ def build(
         numbers=SampleNumbers(replica, alone=options.local_steps is not None),
     )
     plain = SynchronousSGD(replica, options.compress, options.reduction)
-    spreading = Spreading(
+    setup = ModelSetup(
         replica,
         options,
         module,
@@ -100,11 +98,11 @@ def build(
         plain,
     )
     whole = WholeModel(model)
-    if not spreading.needs_batch:
-        spreading.spread()
+    if not setup.needs_batch:
+        setup.apply_layout()
     context = StepContext(
         replica=replica,
-        spreading=spreading,
+        setup=setup,
         loss=module,
         precision=precision,
         optimizer=optimizer,

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from paceline.engine.learning_rate import LearningRate
 from paceline.engine.loss import LossModule
 from paceline.engine.microbatches import Microbatches
+from paceline.engine.model_setup import ModelSetup
 from paceline.engine.nonfinite import NonFiniteCheck
 from paceline.engine.optimizer_groups import Groups
 from paceline.engine.precision import Precision
 from paceline.engine.same_batches import SameBatches
-from paceline.engine.spreading import Spreading
 from paceline.engine.step_timing import StepClock
 from paceline.sync.protocol import Sync
 from paceline.sync.replica import Replica
@@ -22,11 +22,11 @@ from paceline.sync.replica import Replica
 
 @dataclass
 class StepContext:
-    """What one engine's steps have in common; see :func:`paceline.engine.step.run_step`."""
+    """What one engine's steps have in common; see ``paceline.engine.step.run_step``."""
 
     replica: Replica
     """The model on its layout, and how many steps it has done."""
-    spreading: Spreading
+    setup: ModelSetup
     """Puts the model on its layout, at the first batch where it needs to see one."""
     loss: LossModule
     precision: Precision

@@ -1,6 +1,6 @@
 """The engine: a model, its loss and its optimizer on a layout. Its one verb is ``step``.
 
-The step itself is :func:`paceline.engine.step.run_step`; ``build.py`` puts the parts together.
+The step itself is ``paceline.engine.step.run_step``; ``build.py`` puts the parts together.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any, Never
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.data.make_loader import loader
 from paceline.deprecation import warn_of_old_name
-from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments, refuse_unknown
+from paceline.engine.arguments import LRSchedule, OptimizerFactory, check_arguments
 from paceline.engine.build import build
 from paceline.engine.checks import check_model_and_options, rules_on_frozen
 from paceline.engine.evaluation import Evaluated, evaluate_batch, evaluation_mode
@@ -35,10 +36,12 @@ from paceline.options import (
     Sharding,
     TensorParallel,
 )
+from paceline.options.arguments import refuse_unknown
 from paceline.options.engine import InitialWeights, Nonfinite, Randomness
 from paceline.options.engine import Precision as PrecisionName
+from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
-from paceline.parallel.spread import Spread
+from paceline.parallel.distributed_model import DistributedModel
 from paceline.sync.traffic import Traffic
 from paceline.world import World, collectives
 
@@ -82,11 +85,12 @@ class Engine(HasInternals):
         max_memory: With a device map: how much of each device it may use, such as {'cuda:0':
             '20GiB'}.
         init: Called with each module of a model from the meta device, to give it values.
-        compress: In which form gradients travel between data-parallel ranks, such as int8.
-        local_steps: Data-parallel ranks train alone for this many steps and then meet.
+        compress: The format in which data-parallel ranks send each other gradients, such as
+            int8.
+        local_steps: Data-parallel ranks train alone for this many steps and then synchronise.
         reduction: How gradients are summed over the ranks.
-        initial_weights: What ranks start from: the model that rank 0 has built, or each its
-            own.
+        initial_weights: What ranks start from: rank0, the model that rank 0 has built, or own,
+            what each has built.
         randomness: Where the random numbers of a forward pass (dropout and the like) come from.
             layout-free: from the seed, the step, the sample, the module and the place in the
             tensor, so that they are the same on every layout; a draw that belongs to no sample
@@ -106,7 +110,7 @@ class Engine(HasInternals):
         precision: PrecisionName = "fp32",
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        schedule: Schedule | None = None,
+        schedule: LRSchedule | None = None,
         compile: bool = False,
         nonfinite: Nonfinite = "stop",
         sync_batchnorm: bool = False,
@@ -126,7 +130,7 @@ class Engine(HasInternals):
         randomness: Randomness = "layout-free",
         **unknown: Never,
     ) -> None:
-        refuse_unknown(Engine, unknown)
+        refuse_unknown(Engine, unknown, beside=loader)
         check_arguments(model, loss, optimizer, world)
         self.options = EngineOptions.of(
             layout=layout,
@@ -157,8 +161,7 @@ class Engine(HasInternals):
         check_not_spread(model)
         notes = rules_on_frozen(model, self.options.compress)
         self.world = world if world is not None else World.current()
-        self.layout = Layout.parse(self.options.layout, world_size=self.world.size)
-        self.layout.check_world(self.world.size)
+        self.layout = layout_in_world(self.options, self.world.size)
         self.coordinate = self.layout.coordinate(self.world.rank)
         self.device = self.world.device
         self.parameter_count = sum(p.numel() for p in model.parameters())
@@ -189,20 +192,20 @@ class Engine(HasInternals):
         return self._context.replica.steps_done
 
     @property
-    def spread(self) -> Spread:
+    def spread(self) -> DistributedModel:
         """The model on its layout; layouts with ``tp`` or ``pp`` have it from the first batch."""
         return self._context.replica.spread
 
     @property
     def rank_state(self) -> RankStates:
-        """The state as each rank holds it; :class:`paceline.Checkpoints` saves and restores it."""
+        """The state as each rank holds it; ``paceline.Checkpoints`` saves and restores it."""
         return self._internals.rank_state
 
     def settle(self) -> None:
         """Wait for the last step and raise if it was not finite.
 
         On a GPU ``step`` looks at each step's loss and gradient while the next one runs. Call this
-        after the last step, or before using the parameters; :meth:`state_dict` does. In a round of
+        after the last step, or before using the parameters; ``state_dict`` does. In a round of
         local steps it waits until all replicas are through with the step; every rank must call it.
         """
         self._context.nonfinite.settle()
@@ -232,7 +235,7 @@ class Engine(HasInternals):
     def evaluate(self, batch: Any) -> list[Evaluated]:
         """This rank's share of an evaluation batch through the model, microbatch by microbatch.
 
-        To be called inside :meth:`evaluating`, by every rank. Of the ranks that share samples, one
+        To be called inside ``evaluating``, by every rank. Of the ranks that share samples, one
         gets the results, and the others none.
         """
         return evaluate_batch(self._context, batch)
@@ -242,23 +245,20 @@ class Engine(HasInternals):
     def take_notes(self) -> list[str]:
         """What there is to tell the user since this was last asked, such as what was chosen."""
         notes, self._notes = self._notes, []
-        randomness = self._context.replica.randomness
-        if randomness is not None:
-            notes = notes + randomness.take_notes()
-        return notes + self._sync.take_notes()
+        return notes + self._context.replica.take_notes() + self._sync.take_notes()
 
     def traffic(self) -> Traffic | None:
         """The bytes of gradients that this rank has sent; ``None`` where they are not counted."""
         return self._sync.traffic()
 
     def measuring_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Measure the steps inside it for :meth:`memory`; on a CPU such a step is a slow one."""
+        """Measure the steps inside it for ``memory``; on a CPU such a step is a slow one."""
         return self._internals.meter.step()
 
     def memory(self) -> list[Memory]:
         """What each rank holds, in bytes, by rank: parameters, gradients, optimizer state, ….
 
-        Activations and the peak are known for a step under :meth:`measuring_memory`. Every rank
+        Activations and the peak are known for a step under ``measuring_memory``. Every rank
         must call it.
         """
         return collectives.all_gather_object(self._internals.meter.memory())
@@ -276,13 +276,13 @@ class Engine(HasInternals):
             return self._internals.state.save()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; refused where it is that of another model."""
+        """Take over what ``state_dict`` gave; refused where it is that of another model."""
         self._internals.state.load(state)
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Every parameter of the model, whole, on the CPU, whichever ranks hold its parts.
 
-        A collective, as are :meth:`whole_gradients` and :meth:`whole_buffers`.
+        A collective, as are ``whole_gradients`` and ``whole_buffers``.
         """
         return self._internals.state.parameters()
 

@@ -23,7 +23,7 @@ class Evaluated(NamedTuple):
 
 @contextlib.contextmanager
 def evaluation_mode(context: StepContext) -> Iterator[None]:
-    """See :meth:`paceline.Engine.evaluating`; the last step has been settled."""
+    """See ``paceline.Engine.evaluating``; the last step has been settled."""
     replica = context.replica
     if replica.is_spread:
         context.sync.sync_buffers()
@@ -41,11 +41,11 @@ def evaluation_mode(context: StepContext) -> Iterator[None]:
 
 
 def evaluate_batch(context: StepContext, batch: Any) -> list[Evaluated]:
-    """See :meth:`paceline.Engine.evaluate`."""
+    """See ``paceline.Engine.evaluate``."""
     context.replica.pulse.beat()
     context.same_batches.check(batch)
     if not context.replica.is_spread:
-        context.spreading.spread(batch)
+        context.setup.apply_layout(batch)
     return _evaluate(context, batch)
 
 

@@ -22,9 +22,9 @@ from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.options.engine import InitialWeights
 from paceline.parallel.broadcast_weights import fingerprint, take_first_values
+from paceline.parallel.distributed_model import stage_holders
 from paceline.parallel.dtensor import held_runs, local
 from paceline.parallel.meta import Init, materialise
-from paceline.parallel.spread import stage_holders
 from paceline.world import World, collectives
 from paceline.world.tensors import describe
 

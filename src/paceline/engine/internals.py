@@ -1,7 +1,7 @@
 """The door to an engine's inner parts, for the rooms of Paceline that need more than a user does.
 
-:class:`paceline.Engine` shows what a user may touch. Trainer, prover and benchmarks also look at
-where time goes, save state rank by rank, or watch gradients::
+``paceline.Engine`` shows what a user may touch. Trainer, prover and benchmarks also look at
+where time goes, save state rank by rank, or watch gradients:
 
     internals_of(engine).context.clock = make_clock(…)
 """
@@ -44,7 +44,7 @@ class Internals:
 
 
 class HasInternals:
-    """The part of :class:`paceline.Engine` that only :func:`internals_of` looks at."""
+    """The part of ``paceline.Engine`` that only ``internals_of`` looks at."""
 
     _internals: Internals
 

@@ -49,6 +49,6 @@ class LearningRate:
         return schedule.state_dict() if isinstance(schedule, LRScheduler) else None
 
     def load_state_dict(self, saved: Any) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Take over what ``state_dict`` gave."""
         if isinstance(self._schedule, LRScheduler) and saved is not None:
             load_schedule(self._schedule, saved)

@@ -1,6 +1,6 @@
 """From a model and a batch to a loss that can be added up over microbatches and ranks.
 
-Whatever a user's loss looks like, it becomes a :class:`Term`: a sum over some items, and how many
+Whatever a user's loss looks like, it becomes a ``Term``: a sum over some items, and how many
 items that was. The mean over the global batch is then the sum of the sums over the sum of the
 counts, whatever way the batch was cut.
 """
@@ -28,10 +28,10 @@ IGNORED_LABEL = -100  # torch's and Hugging Face's mark for a label that is padd
 
 
 class LossModule(nn.Module):
-    """Model and loss as one module: ``forward(microbatch)`` gives a :class:`Term`.
+    """Model and loss as one module: ``forward(microbatch)`` gives a ``Term``.
 
     It is what the parallel wrappers wrap, so that a rank without samples can take part in a step
-    (see :meth:`nothing`) and so that what leaves the wrapper is the loss itself.
+    (see ``nothing``) and so that what leaves the wrapper is the loss itself.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LossModule(nn.Module):
     def forward(self, batch: Any, items: int) -> Term:
         """The loss of one microbatch, whose mean, if it is one, runs over ``items`` items.
 
-        With no items the batch is not looked at: see :meth:`nothing`.
+        With no items the batch is not looked at: see ``nothing``.
         """
         if items == 0:
             return self.nothing()

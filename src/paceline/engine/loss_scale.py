@@ -77,7 +77,7 @@ class AgreedScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict`, or torch's, gave."""
+        """Take over what ``state_dict``, or torch's, gave."""
         self._scale = float(state["scale"])
         self._growth_factor = state["growth_factor"]
         self._backoff_factor = state["backoff_factor"]

@@ -65,7 +65,7 @@ def measure(model: nn.Module, optimizer: Optimizer | None, device: torch.device)
 
 
 class MemoryMeter:
-    """Measures a step: ``with meter.step(): engine.step(batch)``, then :meth:`memory`.
+    """Measures a step: ``with meter.step(): engine.step(batch)``, then ``memory``.
 
     On a GPU torch's allocator keeps count; on a CPU every operator is looked at, which costs time.
     What a compiled part allocates inside itself is seen on a GPU only.

@@ -3,7 +3,7 @@
 The gradient of the mean over the global batch needs the count of the whole batch, which a loss that
 counts tokens tells only after the last forward. So each part of the loss is divided by the global
 count of the first microbatches, which keeps it in range for fp16, and the gradients are multiplied
-by what is missing afterwards (:attr:`Sums.factor`): one, where nothing accumulates.
+by what is missing afterwards (``Sums.factor``): one, where nothing accumulates.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Microbatches:
 
     @property
     def accumulate(self) -> bool:
-        """Whether a step may have several: then :attr:`Sums.factor` may differ from one."""
+        """Whether a step may have several: then ``Sums.factor`` may differ from one."""
         return self._most is not None or self.replica.layout.pp > 1
 
     def cut(self, batch: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """One optimizer over a model's parameters before and after the model was spread.
 
-The optimizer is made over the whole parameters. Spreading puts others in their place, of which a
+The optimizer is made over the whole parameters. ModelSetup puts others in their place, of which a
 rank may hold a part, none, or (a tied weight on two pipeline stages) two copies. The groups keep
 their settings and their order; what the optimizer saves is that of the whole parameters again.
 """
@@ -100,7 +100,7 @@ class Groups:
         return {"state": state, "param_groups": groups}
 
     def load(self, optimizer: Optimizer, held: Held, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, cut to what this rank holds."""
+        """Take over what ``state_dict`` gave, cut to what this rank holds."""
         state = {
             parameter: {
                 key: _part(value, parameter) for key, value in saved["state"][number].items()

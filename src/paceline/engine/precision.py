@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.engine.loss_scale import AgreedScaler
 from paceline.errors import TrainingError
+from paceline.formatting import one_of
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,7 +29,7 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device, *, sharded: bool = False) -> None:
         if name not in PRECISIONS:
-            raise TrainingError(f"precision={name!r} must be one of {', '.join(PRECISIONS)}.")
+            raise TrainingError(f"precision={name!r} must be {one_of(PRECISIONS)}.")
         self.name = name
         self.device = device
         self.device_types = [device.type]  # more than one under a device map

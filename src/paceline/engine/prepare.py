@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.data import Loader, Share, from_dataloader
+from paceline.data import Loader, Share
+from paceline.data import loader as make_loader
 from paceline.engine.arguments import check_model
 from paceline.engine.batch import batch_size, move, placeholder, split_into
 from paceline.engine.checks import check_optimizer
@@ -32,9 +33,10 @@ from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
 from paceline.nested import map_tensors
 from paceline.options import EngineOptions, Sharding
+from paceline.options.arguments import refuse_unknown
 from paceline.options.engine import InitialWeights
-from paceline.options.rules import Combination, check_rules
-from paceline.parallel.apply_layout import shard_root, spread
+from paceline.options.rules import layout_in_world
+from paceline.parallel.apply_layout import apply_layout, shard_root
 from paceline.parallel.meta import Init, is_on_meta
 from paceline.parallel.replicate import sync_buffers
 from paceline.parallel.shard import Sharded
@@ -54,6 +56,7 @@ def prepare(
     accumulate: int | None = None,
     initial_weights: InitialWeights = "rank0",
     init: Init | None = None,
+    **unknown: Never,
 ) -> tuple[nn.Module, Optimizer, PreparedLoader | None]:
     """Spread ``model`` and ``loader`` over the world; train them by your own loop.
 
@@ -69,20 +72,21 @@ def prepare(
     The returned loader yields this rank's share of each global batch, on its device. A torch
     ``DataLoader``'s batch size is taken as the *global* batch, or with ``per_device_batch`` as that
     of each data-parallel rank. ``seed`` orders its samples. With ``accumulate`` the loader yields
-    each share in that many parts: see :class:`PreparedLoader`.
+    each share in that many parts: see ``PreparedLoader``.
 
     All ranks start from the parameters and buffers that rank 0 has built; with
     ``initial_weights="own"`` every rank keeps its own. A model from the meta device gets its values
-    by ``init(module)``, as with :class:`paceline.Engine`.
+    by ``init(module)``, as with ``paceline.Engine``.
 
-    Clipping, precision and loss averaging stay yours: :class:`paceline.Engine` does them for you.
+    Clipping, precision and loss averaging stay yours: ``paceline.Engine`` does them for you.
     """
+    refuse_unknown(prepare, unknown)
     check_model(model)
     world = World.current()
-    layout = Layout.parse(layout, world_size=world.size)
-    layout.check_world(world.size)
-    options = EngineOptions.of(sharding=sharding, initial_weights=initial_weights, init=init)
-    check_rules(Combination(layout, options, own_loop=True))
+    options = EngineOptions.of(
+        layout=layout, sharding=sharding, initial_weights=initial_weights, init=init
+    )
+    layout = layout_in_world(options, world.size, own_loop=True)
     check_optimizer(optimizer, model)
     check_not_spread(model)
     start_from_one_model(
@@ -115,7 +119,7 @@ def prepare(
         _drive(sharded, model, optimizer, world, prepared)
         wrapped = model
     else:
-        placed = spread(
+        placed = apply_layout(
             model, model, layout, world, options, materialise=materialise if on_meta else None
         )
         held, wrapped = placed.held, placed.module
@@ -155,7 +159,7 @@ def _drive(
     world: World,
     loader: PreparedLoader | None,
 ) -> None:
-    """Have the hooks of a sharded model do what :class:`paceline.Engine` does around a step."""
+    """Have the hooks of a sharded model do what ``paceline.Engine`` does around a step."""
     weights = _Weights(loader, world.size)
     syncing = True
     parameters = list(model.parameters())
@@ -206,8 +210,8 @@ class _Weighted(torch.autograd.Function):
 class PreparedLoader:
     """A loader for a hand-written loop: batches on the device, never without a sample.
 
-    With ``accumulate`` parts to a step, multiply each loss by :attr:`weight`, have all backwards
-    but that of the part which :attr:`ends_step` under ``model.no_sync()``, and step the optimizer
+    With ``accumulate`` parts to a step, multiply each loss by ``weight``, have all backwards
+    but that of the part which ``ends_step`` under ``model.no_sync()``, and step the optimizer
     after that one: the gradient is that of the mean over the global batch.
     """
 
@@ -282,17 +286,17 @@ def _average(weights: _Weights, bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 def _as_loader(
-    loader: Loader | DataLoader[Any], seed: int, layout: Layout, sizes: BatchSizes
+    data: Loader | DataLoader[Any], seed: int, layout: Layout, sizes: BatchSizes
 ) -> Loader:
-    if isinstance(loader, Loader):
-        loader.follow(layout)
-        _check_sizes(loader, sizes, layout)
-        return loader
-    if isinstance(loader, DataLoader):
-        return from_dataloader(loader, seed=seed, layout=layout, **sizes.stated())
+    if isinstance(data, Loader):
+        data.follow(layout)
+        _check_sizes(data, sizes, layout)
+        return data
+    if isinstance(data, DataLoader):
+        return make_loader(data, seed=seed, layout=layout, **sizes.stated())
     raise DataError(
         f"loader must come from paceline.loader(...) or be a torch DataLoader, not "
-        f"{type(loader).__name__}."
+        f"{type(data).__name__}."
     )
 
 

@@ -135,7 +135,7 @@ class RankStates:
             self._check_groups(found["groups"])
             self._replica.steps_done = found["step"]
             restore_randomness(self._replica, found.get("randomness"))
-        if not self._replica.is_spread and self._context.spreading.on_meta:
+        if not self._replica.is_spread and self._context.setup.on_meta:
             # There is no memory to load into before the first batch has spread the model.
             self._replica.after_spreading = lambda: self._take(saved, found, names, load)
         else:

@@ -12,8 +12,8 @@ from paceline.engine.checks import another_model, check_optimizer_state
 from paceline.engine.context import StepContext
 from paceline.engine.randomness import restore_randomness, saved_randomness
 from paceline.engine.whole_model import WholeModel
+from paceline.parallel.distributed_model import stage_group
 from paceline.parallel.dtensor import local, part_of, whole
-from paceline.parallel.spread import stage_group
 from paceline.world import collectives
 
 
@@ -95,7 +95,7 @@ class WholeState:
         return groups.state_dict(optimizer, self._merged(own))
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`save` gave, at this or another layout."""
+        """Take over what ``save`` gave, at this or another layout."""
         context, optimizer = self._context, self._context.optimizer
         scaler = context.precision.scaler
         if self._replica.holds_whole_model:

@@ -32,7 +32,7 @@ def run_step(context: StepContext, batch: Any) -> StepResult:
     pulse.enter("forward")
     context.same_batches.check(batch)
     if not replica.is_spread:
-        context.spreading.spread(batch)
+        context.setup.apply_layout(batch)
     if context.clock is not None:
         wait_for_late_ranks(context)
     context.groups.follow(context.optimizer, replica.held, replica.model)

@@ -20,7 +20,7 @@ from paceline.diagnose.pulse import PHASES, Pulse
 
 
 class StepClock(Protocol):
-    """Measures from :meth:`start` to :meth:`stop`; the engine has it as ``clock`` in between."""
+    """Measures from ``start`` to ``stop``; the engine has it as ``clock`` in between."""
 
     def start(self) -> None:
         """Measure from now on."""

@@ -3,7 +3,7 @@
 The trainer and the launcher write them; the progress bar, TensorBoard, MLflow, ``History`` and
 ``paceline diagnose`` read them, and ask the run nothing else.
 
-:func:`read` skips an event that this version does not know (a newer one wrote it) and drops fields
+``read`` skips an event that this version does not know (a newer one wrote it) and drops fields
 that it does not know, so that an old reader can follow a newer run.
 """
 

@@ -138,9 +138,9 @@ def read(path: str | os.PathLike[str]) -> Iterator[Event]:
 
 
 def read_log_lines(path: str | os.PathLike[str]) -> Iterator[bytes | None]:
-    """The lines of an event log; ``None`` for one longer than any event (:data:`LONGEST_LINE`).
+    """The lines of an event log; ``None`` for one longer than any event (``LONGEST_LINE``).
 
-    Raises ``OSError`` where it is not a regular file, or larger than :data:`MOST_BYTES`.
+    Raises ``OSError`` where it is not a regular file, or larger than ``MOST_BYTES``.
     """
     path = Path(path)
     if path.is_dir():

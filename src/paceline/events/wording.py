@@ -1,7 +1,7 @@
 """Events in words: the one place that decides what a person reads about an event.
 
-:func:`describe` gives the sentence for an event. The progress display prints it as things happen
-(:func:`line_of`), ``paceline diagnose`` lists it with its time, and the summary and the history of
+``describe`` gives the sentence for an event. The progress display prints it as things happen
+(``line_of``), ``paceline diagnose`` lists it with its time, and the summary and the history of
 a run use the same phrases.
 """
 

@@ -1,9 +1,9 @@
 """The elastic agent over the ranks of this node: starts them, and starts them again when they fail.
 
 Torch's agent does the rendezvous with the other launchers and assigns the ranks. We add, in the
-hooks it has for that: the processes themselves (:mod:`paceline.launch.worker_group`), what is done
-when a world ends before its time, as :mod:`paceline.launch.restart_policy` decides and all its
-launchers agree (:mod:`paceline.launch.outcome_store`), and a stop that gives ranks time to save.
+hooks it has for that: the processes themselves (``paceline.launch.worker_group``), what is done
+when a world ends before its time, as ``paceline.launch.restart_policy`` decides and all its
+launchers agree (``paceline.launch.outcome_store``), and a stop that gives ranks time to save.
 
 Imports torch at the top, so it is itself imported only when ranks are about to start.
 """

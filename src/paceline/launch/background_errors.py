@@ -1,7 +1,7 @@
 """Errors in background threads, reported without ending the thread.
 
 Threads that others rely on must not end because of one odd message or one failing callback. Each
-turn of such a thread runs under :meth:`BackgroundErrors.reported`: what it raises is reported, at
+turn of such a thread runs under ``BackgroundErrors.reported``: what it raises is reported, at
 most once a minute for each kind, and the thread goes on.
 """
 

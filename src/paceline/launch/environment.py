@@ -1,8 +1,8 @@
 """The environment of a rank: the variables that a launcher sets, and how a process reads them.
 
-They are torchrun's, so that scripts run under either. :func:`read_environment` reads and checks
+They are torchrun's, so that scripts run under either. ``read_environment`` reads and checks
 them: ``RANK`` and ``WORLD_SIZE`` decide; with neither (and no ``LOCAL_RANK``) the process runs
-alone. :func:`shared_variables` and :func:`rank_variables` are what our launcher sets.
+alone. ``shared_variables`` and ``rank_variables`` are what our launcher sets.
 
 No torch here, so that a command line starts quickly.
 """
@@ -60,7 +60,7 @@ class Environment:
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
     """What a launcher set for this process, or ``None`` when no launcher started it.
 
-    A partial or contradictory set raises :class:`~paceline.errors.WorldError` naming the variables.
+    A partial or contradictory set raises ``WorldError`` naming the variables.
 
     ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` may be left out when they follow from the rest: by
     ``rank modulo LOCAL_WORLD_SIZE`` when only the size is given, and ``rank`` itself when the
@@ -114,7 +114,7 @@ def _rendezvous(env: Mapping[str, str], size: int) -> tuple[str | None, int | No
 
 
 def _local(env: Mapping[str, str], rank: int, size: int, address: str | None) -> tuple[int, int]:
-    """Rank and number of ranks on this machine, by the rule in :func:`read_environment`."""
+    """Rank and number of ranks on this machine, by the rule in ``read_environment``."""
     one_machine = size == 1 or (address is not None and is_loopback(address))
     if "LOCAL_WORLD_SIZE" in env:
         local_size = _number(env, "LOCAL_WORLD_SIZE", minimum=1)

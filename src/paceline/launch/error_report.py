@@ -1,7 +1,7 @@
 """The error file in which a rank that fails reports the exception to its launcher.
 
-The rank writes it (:func:`write`), the launcher reads it (:func:`read`). Code that knows more about
-where the rank was, like the watch for hangs, adds that with :func:`add_context`. No torch at the
+The rank writes it (``write``), the launcher reads it (``read``). Code that knows more about
+where the rank was, like the watch for hangs, adds that with ``add_context``. No torch at the
 top, since the launcher reads it.
 """
 
@@ -70,7 +70,7 @@ def add_context(describe: Callable[[], str]) -> None:
 
 
 def remove_context(describe: Callable[[], str]) -> None:
-    """Undo :func:`add_context`."""
+    """Undo ``add_context``."""
     with contextlib.suppress(ValueError):
         _context.remove(describe)
 

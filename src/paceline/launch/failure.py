@@ -21,6 +21,9 @@ _SIGNAL_HINTS = {
     "SIGABRT": "native code gave up; its last lines say why",
     "SIGILL": "native code built for another kind of processor",
 }
+# What torch writes before it aborts a rank whose NCCL collective failed: its peer is gone, or has
+# not come in time. No Python code sees it.
+_WATCHDOG_GAVE_UP = "watchdog thread terminated with exception"
 # Those that come from outside; the others a process brings upon itself.
 _SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -108,6 +111,7 @@ def how_it_ended(
         exit_code=exit_code,
         time=ended,
         log=log,
+        lost_peer=exit_code == -signal.SIGABRT and _WATCHDOG_GAVE_UP in log_tail(log, 100),
         ended_by_agent=overdue or (told_to_end and ended > first_end),
         types=("builtins.SystemExit",) if chose_to_leave else (),
     )

@@ -1,6 +1,6 @@
 """The interface between the launcher and what watches its ranks for hangs.
 
-The agent calls a :class:`HangWatcher`; ``paceline.diagnose`` implements one. No torch here.
+The agent calls a ``HangWatcher``; ``paceline.diagnose`` implements one. No torch here.
 """
 
 from __future__ import annotations

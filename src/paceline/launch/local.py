@@ -1,10 +1,10 @@
 """Starting the ranks of a run on this machine, under torch's elastic agent.
 
-:func:`launch` runs a command on every rank, :func:`call` a function. Both return when all ranks
+``launch`` runs a command on every rank, ``call`` a function. Both return when all ranks
 are done and leave no process behind, however they end:
 
 - a rank fails: the others are ended, and all are started again if
-  :mod:`paceline.launch.restart_policy` says so; otherwise :class:`~paceline.errors.RankFailed`
+  ``paceline.launch.restart_policy`` says so; otherwise ``RankFailed``
   carries the traceback of the one that failed first;
 - SIGUSR1: passed on to the ranks, which save a checkpoint and go on;
 - Ctrl-C, SIGTERM or SIGHUP: passed on to the ranks, which have ``grace`` seconds to save and leave;

@@ -71,7 +71,7 @@ _LOG_PATH = re.compile(
 class RankLogs:
     """The files of the ranks of one node: a log for both streams of each; error files out of sight.
 
-    Every start of the ranks (:meth:`begin`) is an attempt with files of its own.
+    Every start of the ranks (``begin``) is an attempt with files of its own.
     """
 
     def __init__(

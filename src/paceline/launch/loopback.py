@@ -1,7 +1,7 @@
 """Keeping other users of this machine away from what listens on loopback.
 
-Any user can connect to a loopback port. Where a connection is accepted here, :func:`peer_is_us`
-looks up whose it is. Where torch accepts it, :func:`require_key` has the kernel do so: a connection
+Any user can connect to a loopback port. Where a connection is accepted here, ``peer_is_us``
+looks up whose it is. Where torch accepts it, ``require_key`` has the kernel do so: a connection
 without the right TCP MD5 signature (RFC 2385) does not even come about.
 """
 

@@ -1,7 +1,7 @@
 """Messages that came through a store: JSON alone, and taken only in the form that is expected.
 
 Anyone who reaches a store can write into it, so a message is untrusted until it has been
-checked: :func:`decode` checks the type of every field, and raises nothing but :class:`BadMessage`.
+checked: ``decode`` checks the type of every field, and raises nothing but ``BadMessage``.
 Nothing that came through a store is ever unpickled.
 """
 
@@ -31,7 +31,7 @@ def encode(message: Any) -> str:
 
 
 def decode(kind: type[T], text: str | bytes) -> T:
-    """The message of that kind in ``text``; raises :class:`BadMessage` where it holds none.
+    """The message of that kind in ``text``; raises ``BadMessage`` where it holds none.
 
     ``kind`` is a dataclass, or any other type that pydantic knows. Numbers are not made of text,
     nor text of numbers; fields that ``kind`` does not have are left out.

@@ -40,7 +40,7 @@ class WorldOutcome:
 
     @staticmethod
     def from_json(text: str) -> WorldOutcome:
-        """What :meth:`to_json` wrote."""
+        """What ``to_json`` wrote."""
         return decode(WorldOutcome, text)
 
     def events(self) -> list[Event]:

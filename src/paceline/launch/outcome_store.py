@@ -1,7 +1,7 @@
 """What the launchers of one world exchange through its round store.
 
-Their history (:class:`NodeHistory`), whose ranks are done, and above all the
-:class:`~paceline.launch.outcome.WorldOutcome` of a world that ended before its time: the first
+Their history (``NodeHistory``), whose ranks are done, and above all the
+``WorldOutcome`` of a world that ended before its time: the first
 launcher to reach one writes it, and all act on that one, so that they never disagree on whether,
 why and when to go on.
 """
@@ -46,7 +46,7 @@ class NodeHistory:
 
     @staticmethod
     def from_json(text: str) -> NodeHistory:
-        """What :meth:`to_json` wrote."""
+        """What ``to_json`` wrote."""
         return decode(NodeHistory, text)
 
 

@@ -1,8 +1,8 @@
 """Making sure that nothing a launch started outlives it.
 
 Each rank leads a process group of its own; what it starts in turn (loader workers, say) is in that
-group. :func:`end_groups` ends whatever is left of such groups. A launcher that is killed outright
-cannot call it, so :class:`ProcessReaper` starts this file as a small process of its own, which does
+group. ``end_groups`` ends whatever is left of such groups. A launcher that is killed outright
+cannot call it, so ``ProcessReaper`` starts this file as a small process of its own, which does
 it instead. The file needs nothing but the standard library and starts in milliseconds.
 """
 

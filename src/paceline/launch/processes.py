@@ -41,7 +41,7 @@ class Handle(Protocol):
 
 
 class RankProcess:
-    """A running rank. It stays a zombie until :meth:`collect`: its pid means it alone till then."""
+    """A running rank. It stays a zombie until ``collect``: its pid means it alone till then."""
 
     def __init__(self, rank: int, process: Handle, on_end: Callable[[], None]) -> None:
         self.rank = rank

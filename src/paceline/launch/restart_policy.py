@@ -3,16 +3,16 @@
 Pure functions over plain data; the agent acts on them. The rules, for what is called a *failure*
 (a rank raised, exited or was killed) or a *hang* (it was killed because nothing moved):
 
-- A user's mistake (:func:`is_users_mistake`) is not tried again, nor is any Python exception
+- A user's mistake (``is_users_mistake``) is not tried again, nor is any Python exception
   before the first step of the launch was done: a restart would only repeat it.
 - The same error at the same step a second time in a row is not tried again.
 - A rank killed from outside (SIGKILL, say: the machine ran out of memory) before the first step of
   the launch was done gets one more chance.
 - Otherwise there are ``max_restarts`` restarts in a row. A row ends, and the count starts anew,
-  with real progress: :data:`PROGRESS_STEPS` steps more than at the failure before, or a world that
-  moved and lived for :data:`PROGRESS_SECONDS`.
+  with real progress: ``PROGRESS_STEPS`` steps more than at the failure before, or a world that
+  moved and lived for ``PROGRESS_SECONDS``.
 - The first restart of a row comes at once, the second after ``backoff`` seconds, each further one
-  after twice the time, up to :data:`LONGEST_DELAY`.
+  after twice the time, up to ``LONGEST_DELAY``.
 
 Nodes that are lost, or that come, cost nothing. Nodes that are taken away (preempted) have a budget
 of their own; a row of them without any movement backs off as failures do.

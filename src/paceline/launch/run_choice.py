@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.launch.run_folder import RunFolder, new_run, new_run_at, open_run
 
 _STAMP = r"-[0-9]{8}-[0-9]{6}(-[0-9]{1,6})?"
-"""What :func:`new_run` puts behind the name of a run."""
+"""What ``new_run`` puts behind the name of a run."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""Run folders: what a launch leaves on disk, and where in it things lie.
+"""Run folders: what a launch leaves on disk, and where in it things lie:
 
-::
-
-    runs/demo-20250131-142501/
-        config.yaml      the resolved config; config-1.yaml, …: earlier ones that a resume changed
-        events.jsonl     what happened, one JSON record a line
-        logs/            output by rank
-        checkpoints/     saved state
+runs/demo-20250131-142501/
+    config.yaml      the resolved config; config-1.yaml, …: earlier ones that a resume changed
+    events.jsonl     what happened, one JSON record a line
+    logs/            output by rank
+    checkpoints/     saved state
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ _BLOCK = 1 << 16
 
 
 class RunProgress:
-    """The steps in the events of a run, since :meth:`mark` and overall.
+    """The steps in the events of a run, since ``mark`` and overall.
 
     Without a folder, or before the run has written anything, nothing is known.
     """

@@ -72,10 +72,10 @@ class Tunnel:
     # The server's end.
 
     def private_listener(self) -> tuple[socket.socket, socket.socket]:
-        """A listener on loopback for a server of this process, and a copy of it for :meth:`lock`.
+        """A listener on loopback for a server of this process, and a copy of it for ``lock``.
 
         For a server that has to connect to itself first, as torch's store does. For any other there
-        is :meth:`locked_listener`.
+        is ``locked_listener``.
         """
         listener = listen(_LOOPBACK, 0)
         return listener, listener.dup()
@@ -161,7 +161,7 @@ class Tunnel:
     def probe(self, host: str, port: int, timeout: float) -> tuple[str, str]:
         """Check that somebody with our secret is there; our address on the way there, and theirs.
 
-        Raises :class:`WrongSecret`, or another ``OSError`` where nobody can be reached.
+        Raises ``WrongSecret``, or another ``OSError`` where nobody can be reached.
         """
         for _ in range(_TRIES - 1):
             # A connection that was dropped at once may have come during a flood.

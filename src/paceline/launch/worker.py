@@ -2,7 +2,7 @@
 
 - ``script FILE ARGS…``   a script, as ``python FILE ARGS…`` would run it;
 - ``-m MODULE ARGS…``     a module, as ``python -m MODULE ARGS…`` would run it;
-- ``--call PAYLOAD``      a function that :func:`paceline.launch.local.call` put there.
+- ``--call PAYLOAD``      a function that ``paceline.launch.local.call`` put there.
 
 Around it: the rank dies with its launcher, both output streams go to one log in the order they
 were written, and an error is recorded with its traceback before the rank leaves.
@@ -53,14 +53,17 @@ def main(arguments: list[str]) -> None:
     handlers = {s: signal.signal(s, _leave) for s in (signal.SIGINT, signal.SIGTERM)}
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
+    from paceline.ddp_teardown import free_reducers_before_groups
+
     class Handler(ErrorHandler):
-        """Writes what :func:`paceline.launch.error_report.read` reads."""
+        """Writes what ``paceline.launch.error_report.read`` reads."""
 
         def record_exception(self, e: BaseException) -> None:
             _write_error(e)
 
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
+    free_reducers_before_groups()
     try:
         record(_run, error_handler=Handler())(arguments)
     except Exception as error:

@@ -10,7 +10,7 @@ from paceline.errors import DataError
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What the user said of the batch; :meth:`on` works out the rest for so many ranks.
+    """What the user said of the batch; ``on`` works out the rest for so many ranks.
 
     ``global_batch`` samples make an optimizer step over all ranks. ``per_device_batch`` of them go
     through the model of one data-parallel rank at once, ``accumulate`` times a step. ``microbatch``
@@ -49,7 +49,7 @@ class BatchSizes:
         return self.global_batch is None and self.says_global
 
     def stated(self) -> dict[str, Any]:
-        """What :func:`paceline.loader` takes of it, by name."""
+        """What ``paceline.loader`` takes of it, by name."""
         return {
             "global_batch": self.global_batch,
             "per_device_batch": self._device,

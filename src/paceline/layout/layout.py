@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.deprecation import warn_of_old_name
 from paceline.errors import LayoutError
+from paceline.formatting import one_of
 
 MOST_RANKS = 1_000_000
 """The largest world that a layout is made for: beyond all machines, and soon counted through."""
@@ -91,6 +93,18 @@ class Layout:
             degrees["dp"] = world_size // rest
         return cls(**degrees)
 
+    @classmethod
+    def smallest(cls, text: str | Layout) -> Layout:
+        """The layout of the smallest world that ``text`` can be run in.
+
+        Like ``parse(text)``, but a ``dp`` that is left out is the least that ``replicas`` and
+        ``ep`` allow. What is wrong with it is wrong in every world.
+        """
+        if not isinstance(text, str) or not text.strip() or "dp" in (degrees := read_degrees(text)):
+            return cls.parse(text)
+        replicas, cp, ep = (max(degrees.get(axis, 1), 1) for axis in ("replicas", "cp", "ep"))
+        return cls(dp=math.lcm(replicas, ep // math.gcd(ep, cp)), **degrees)
+
     @property
     def world_size(self) -> int:
         """How many ranks this layout needs."""
@@ -127,12 +141,12 @@ class Layout:
         return Coordinate(pp=pp, dp=dp, cp=cp, tp=tp)
 
     def place(self, rank: int) -> Coordinate:
-        """The old name of :meth:`coordinate`."""
+        """The old name of ``coordinate``."""
         warn_of_old_name("Layout.place", "coordinate")
         return self.coordinate(rank)
 
     def check_world(self, world_size: int) -> None:
-        """Raise :class:`LayoutError` unless this layout needs exactly ``world_size`` ranks."""
+        """Raise ``LayoutError`` unless this layout needs exactly ``world_size`` ranks."""
         if self.world_size != world_size:
             product = " × ".join(
                 f"{axis}={getattr(self, axis)}"
@@ -174,7 +188,7 @@ def read_degrees(text: str) -> dict[str, int]:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise LayoutError(
-                f"layout {text!r}: {name!r} is not one of {', '.join(names)}.{hint} "
+                f"layout {text!r}: {name!r} must be {one_of(names)}.{hint} "
                 'Write it like "dp=4,tp=2".'
             )
         if not equals or not _WHOLE.fullmatch(value):

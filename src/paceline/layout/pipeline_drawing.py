@@ -31,7 +31,7 @@ _HUES = {FORWARD: 212, BACKWARD: 145, INPUT_GRAD: 172, WEIGHT_GRAD: 40}
 
 
 class _Schedule(Protocol):
-    """What is drawn: a :class:`paceline.layout.pipeline_schedules.Schedule`."""
+    """What is drawn: a ``paceline.layout.pipeline_schedules.PipelineSchedule``."""
 
     @property
     def name(self) -> str: ...
@@ -65,8 +65,18 @@ def caption(schedule: _Schedule) -> str:
     )
 
 
+def legend(schedule: _Schedule) -> str:
+    """What the letters and numbers of ``draw_text`` stand for, in two lines."""
+    kinds = ", ".join(f"{kind} = {_NAMES[kind]}" for kind in _kinds(schedule))
+    return (
+        f"{kinds}, ... = idle; 0F2 = stage 0, forward, microbatch 2\n"
+        "bubble = share of the time that ranks idle; live = microbatches whose activations a rank "
+        "holds"
+    )
+
+
 def draw_text(schedule: _Schedule, columns: int) -> str:
-    """See :meth:`Schedule.table`."""
+    """See ``PipelineSchedule.table``."""
     unit, exact = _unit(schedule, columns)
     width = max(len(str(t.action)) for rank in schedule.ranks for t in rank) + 1
     lines = [caption(schedule)]
@@ -104,7 +114,7 @@ def _unit(schedule: _Schedule, columns: int) -> tuple[float, bool]:
 
 
 def draw_svg(schedule: _Schedule) -> str:
-    """See :meth:`Schedule.svg`."""
+    """See ``PipelineSchedule.svg``."""
     left, top, row, gap = 70, 46, 30, 6
     span = schedule.makespan or 1.0
     shortest = min(
@@ -216,6 +226,7 @@ def write_png(schedule: _Schedule, path: str | Path) -> None:
         Patch(color=_colours(schedule, Action(0, kind, 0))[0], label=_NAMES[kind])
         for kind in _kinds(schedule)
     ]
+    patches.append(Patch(color="#eeeeee", label="idle"))
     figure.legend(handles=patches, loc="lower center", ncols=len(patches), frameon=False)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, format="png")

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import paceline.layout.pipeline_orders as orders
 from paceline.errors import LayoutError
+from paceline.formatting import one_of
 from paceline.layout.layout import shown_number
 from paceline.layout.pipeline_drawing import draw_svg, draw_text
 from paceline.layout.pipeline_orders import (
@@ -66,7 +67,7 @@ def minimum_microbatches(name: str, pp: int, stages_per_rank: int | None = None)
 def check_schedule(
     name: str, pp: int, microbatches: int, stages_per_rank: int | None = None
 ) -> None:
-    """Raise :class:`LayoutError` with the numbers and the rule unless the schedule can run."""
+    """Raise ``LayoutError`` with the numbers and the rule unless the schedule can run."""
     stages = _stages_per_rank(name, pp, stages_per_rank)
     _check_count("microbatches", microbatches)
     least = minimum_microbatches(name, pp, stages)
@@ -87,7 +88,7 @@ def check_schedule(
 
 
 def check_size(name: str, pp: int, microbatches: int, stages_per_rank: int | None = None) -> None:
-    """Raise :class:`LayoutError` unless the whole table can be made and looked at."""
+    """Raise ``LayoutError`` unless the whole table can be made and looked at."""
     stages = pp * _stages_per_rank(name, pp, stages_per_rank)
     if pp > MOST_RANKS:
         raise LayoutError(
@@ -127,7 +128,7 @@ class Costs:
         return float(cost if isinstance(cost, int | float) else cost[action.stage])
 
     def check(self, stages: int) -> None:
-        """Raise :class:`LayoutError` unless there is a cost for each of ``stages``."""
+        """Raise ``LayoutError`` unless there is a cost for each of ``stages``."""
         for name in (f.name for f in fields(self)):
             cost = getattr(self, name)
             values = [cost] if isinstance(cost, int | float) else list(cost)
@@ -151,8 +152,8 @@ _COST_OF = {
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What each rank does and when: made by :func:`build_schedule`."""
+class PipelineSchedule:
+    """What each rank does and when: made by ``build_schedule``."""
 
     name: str
     pp: int
@@ -214,7 +215,7 @@ def build_schedule(
     microbatches: int,
     stages_per_rank: int | None = None,
     costs: Costs | None = None,
-) -> Schedule:
+) -> PipelineSchedule:
     """The schedule ``name`` over ``pp`` ranks, each action as early as its inputs and rank allow.
 
     The order of each rank is the one ``torch.distributed.pipelining`` executes.
@@ -228,7 +229,9 @@ def build_schedule(
     order = _kind(name).order
     plan = [order(rank, pp, microbatches, held[rank]) for rank in range(pp)]
     ranks = _simulate(plan, held, costs)
-    return Schedule(name, pp, microbatches, stages, costs, tuple(tuple(rank) for rank in ranks))
+    return PipelineSchedule(
+        name, pp, microbatches, stages, costs, tuple(tuple(rank) for rank in ranks)
+    )
 
 
 def _simulate(plan: list[list[Group]], held: list[list[int]], costs: Costs) -> list[list[Timed]]:
@@ -307,7 +310,7 @@ def _kind(name: str) -> _Kind:
     if name not in _KINDS:
         near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise LayoutError(f"schedule {name!r} is not one of {', '.join(SCHEDULES)}.{hint}")
+        raise LayoutError(f"schedule {name!r} must be {one_of(SCHEDULES)}.{hint}")
     return _KINDS[name]
 
 

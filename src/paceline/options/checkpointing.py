@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from paceline.credentials import named_key
 from paceline.errors import TrainingError
-from paceline.options.declare import Option, check, documented, renamed
+from paceline.options.arguments import documented, renamed
+from paceline.options.declare import Option, check
 
 _A_PLACE = "a folder or a URL"
 
@@ -34,8 +35,8 @@ class Checkpointing:
     mode: Annotated[
         Literal["min", "max"] | None,
         Option(
-            "Whether a smaller or a larger value of best is better; to be said of every metric but "
-            "a loss.",
+            "Whether a smaller (min) or a larger (max) value of best is better; needed for "
+            "every metric but a loss.",
             must="'min' (smaller is better) or 'max'",
         ),
     ] = None
@@ -55,22 +56,25 @@ class Checkpointing:
     keep_every: Annotated[
         int | None,
         Option(
-            "Keep those whose step is a multiple of this for good.",
+            "Keep every checkpoint whose step is a multiple of this, permanently.",
             ge=1,
         ),
     ] = None
     asynchronous: Annotated[
-        bool, Option("Write while training goes on, which stands still for a copy to memory only.")
+        bool, Option("Write in the background: training only waits for a copy to memory.")
     ] = True
     on_failure: Annotated[
         Literal["warn", "stop"],
-        Option("What a save that fails does to the run. The last save of a run raises either way."),
+        Option(
+            "Whether the run goes on (warn) or stops when a save fails. A run whose last save "
+            "fails raises either way."
+        ),
     ] = "warn"
     retry_seconds: Annotated[
         float,
         Option(
-            "For how long the last save of a run is tried again where it fails, so that there is "
-            "time to make room.",
+            "Seconds for which the last save of a run is tried again if it fails, so that "
+            "there is time to free disk space.",
             ge=0,
             lt=float("inf"),
             must="0 or more",
@@ -86,16 +90,16 @@ class Checkpointing:
     storage: Annotated[
         Mapping[str, Any] | None,
         Option(
-            "Options for that URL's file system, as fsspec takes them. Credentials are named: "
-            "env:NAME or file:/path.",
+            "Options for that URL's file system, as fsspec takes them. Credentials are given "
+            "by reference: env:NAME or file:/path.",
             must="a dict of fsspec's options",
         ),
     ] = field(default=None, repr=False)  # may hold credentials
     memory_every: Annotated[
         int | None,
         Option(
-            "Every this many steps, keep a copy of the state in memory that outlives a crash of "
-            "the process and, with several nodes, of a node.",
+            "Every this many steps, keep a copy of the state in memory that survives a crash "
+            "of the process and, with several nodes, of a node.",
             ge=1,
         ),
     ] = None
@@ -107,14 +111,13 @@ class Checkpointing:
         Literal["xxh3", "blake2b"],
         Option(
             "How bytes are hashed: xxh3 is fast and finds damage, blake2b is a cryptographic hash.",
-            must="one of xxh3, blake2b",
         ),
     ] = "xxh3"
     digest_key: Annotated[
         str | None,
         Option(
-            "With blake2b: the key that checkpoints are written with, and must have been written "
-            "with to be read, by reference: env:NAME or file:/path.",
+            "With blake2b: the key of the hash, by reference: env:NAME or file:/path. Only "
+            "checkpoints written with it are read.",
             must="a reference, env:NAME or file:/path",
         ),
     ] = None

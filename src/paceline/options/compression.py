@@ -1,4 +1,4 @@
-"""In which form gradients travel, and which of them travel as they are."""
+"""The format in which gradients are sent, and which of them are sent uncompressed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from paceline.errors import TrainingError
-from paceline.options.declare import Option, check, documented
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check
 
 FORMATS = {
     "none": None,
@@ -98,7 +99,7 @@ def _number(text: str, number: str) -> float:
 @documented
 @dataclass(frozen=True)
 class Compression:
-    """How gradients travel between data-parallel ranks; see docs/guides/compression.md."""
+    """How data-parallel ranks send each other gradients; see docs/guides/compression.md."""
 
     config_section: ClassVar[str] = "compress"
 
@@ -106,13 +107,16 @@ class Compression:
         str,
         Option(
             "none, fp16, bf16, int8 (a scale for each block), sign (one bit), topk:RATIO (the "
-            "largest), randomk:RATIO (drawn anew each step) or powersgd:RANK; the last three may "
-            "go on in 16 bits: powersgd:4+fp16."
+            "largest), randomk:RATIO (drawn anew each step) or powersgd:RANK; the last three "
+            "may send their numbers in 16 bits: powersgd:4+fp16."
         ),
     ] = "none"
     error_feedback: Annotated[
         bool | None,
-        Option("Send later what was left behind. None: where the format needs it."),
+        Option(
+            "Error feedback: add what compression left out to the next step's gradient. None: "
+            "where the format needs it."
+        ),
     ] = None
     warmup_steps: Annotated[
         int | None,
@@ -125,11 +129,12 @@ class Compression:
     smallest: Annotated[
         int,
         Option(
-            "Tensors with fewer elements, and vectors (norms, biases), travel as they are.", ge=0
+            "Tensors with fewer elements, and vectors (norms, biases), are sent uncompressed.", ge=0
         ),
     ] = 1024
     embeddings: Annotated[
-        bool, Option("Compress embeddings, too, whose gradients are mostly zero.")
+        bool,
+        Option("Compress embeddings too. By default they are not: most of their gradient is zero."),
     ] = False
     rules: Annotated[
         Mapping[str, str],
@@ -139,7 +144,7 @@ class Compression:
             must="a dict from name patterns to formats",
         ),
     ] = field(default_factory=dict)
-    seed: Annotated[int, Option("Seed of what is drawn (randomk, powersgd).", ge=0)] = 0
+    seed: Annotated[int, Option("The seed of what is random (randomk, powersgd).", ge=0)] = 0
 
     def __post_init__(self) -> None:
         Form.parse(self.format)
@@ -176,7 +181,7 @@ class Compression:
         return _WARMUP if Form.parse(self.format).name in _LEAVES_BEHIND else 0
 
     def form_of(self, name: str, shape: tuple[int, ...], *, is_embedding: bool = False) -> Form:
-        """The format in which the parameter ``name`` travels."""
+        """The format in which the gradient of the parameter ``name`` is sent."""
         rule = self.rule_for(name)
         if rule is not None:
             return Form.parse(self.rules[rule])

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from paceline.options.declare import Option, check, documented
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check
 
 
 @documented
 @dataclass(frozen=True)
 class DataOptions:
-    """How batches are drawn; :func:`paceline.loader` explains each."""
+    """How batches are drawn; ``paceline.loader`` explains each."""
 
     config_section: ClassVar[str] = "data"
 
@@ -21,7 +22,7 @@ class DataOptions:
     ] = 0
     shuffle: Annotated[
         bool | None,
-        Option("Draw the training samples in random order. Data that is a stream keeps its own."),
+        Option("Shuffle the training samples. A stream keeps its own order."),
     ] = None
     drop_last: Annotated[bool, Option("Leave out the last, short batch of an epoch.")] = False
     pin_memory: Annotated[

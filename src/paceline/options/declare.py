@@ -16,18 +16,15 @@ a test holds them equal.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import math
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union
 
-from paceline.deprecation import warn_of_old_name
 from paceline.errors import TrainingError
+from paceline.formatting import one_of
 
 T = TypeVar("T")
 _SHOWN = 60
@@ -119,49 +116,6 @@ def _declared(owner: Any) -> Mapping[str, Declared]:
     return types.MappingProxyType(found)
 
 
-def documented(owner: type[T]) -> type[T]:
-    """Give a class of options a docstring that says what each of them is, and plain types."""
-    owner.__init__.__annotations__ = {name: found.type for name, found in declared(owner).items()}
-    owner.__doc__ = f"{inspect.cleandoc(owner.__doc__ or '')}\n\nArgs:\n{arguments(owner)}"
-    return owner
-
-
-def arguments(owner: type, width: int = 92) -> str:
-    """The options of ``owner`` as the section ``Args`` of a docstring lists them."""
-    told = [f"{name}: {found.option.text}" for name, found in declared(owner).items()]
-    return "\n".join(
-        textwrap.fill(line, width, initial_indent=" " * 4, subsequent_indent=" " * 8)
-        for line in told
-    )
-
-
-def renamed(**names: str) -> Callable[[type[T]], type[T]]:
-    """Let options be given, and read, by the names they had in the last version, with a warning."""
-
-    def decorate(owner: type[T]) -> type[T]:
-        made: Callable[..., None] = owner.__init__
-
-        @functools.wraps(made)
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            for old, new in names.items():
-                if old in kwargs:
-                    warn_of_old_name(f"{owner.__name__}: {old}", new)
-                    kwargs[new] = kwargs.pop(old)
-            made(self, *args, **kwargs)
-
-        owner.__init__ = init  # type: ignore[method-assign]
-        for old, new in names.items():
-            setattr(owner, old, property(functools.partial(_read_old, owner, old, new)))
-        return owner
-
-    return decorate
-
-
-def _read_old(owner: type, old: str, new: str, options: Any) -> Any:
-    warn_of_old_name(f"{owner.__name__}: {old}", new)
-    return getattr(options, new)
-
-
 def check(options: Any, whose: str = "") -> None:
     """Raise ``TrainingError`` for the first value that its declaration does not allow."""
     for name, found in declared(type(options)).items():
@@ -217,8 +171,7 @@ def _is_within(value: float, bounds: Mapping[str, float]) -> bool:
 
 def _in_words(kind: Any, option: Option) -> str:
     if typing.get_origin(kind) is Literal:
-        *others, last = map(repr, typing.get_args(kind))
-        return f"{', '.join(others)} or {last}" if others else last
+        return one_of(typing.get_args(kind))
     if kind is bool:
         return "True or False"
     if kind in (int, float):

@@ -1,4 +1,4 @@
-"""The options of :class:`paceline.Engine`, which :class:`paceline.Trainer` takes as well."""
+"""The options of ``paceline.Engine``, which ``paceline.Trainer`` takes as well."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from paceline.errors import TrainingError
 from paceline.layout import Layout
+from paceline.options.arguments import documented
 from paceline.options.compression import Compression
-from paceline.options.declare import Option, check, documented
+from paceline.options.declare import Option, check
 from paceline.options.local_steps import LocalSteps
 from paceline.options.pipeline import Pipelining
 from paceline.options.recompute import Recompute
@@ -29,7 +30,7 @@ _NO_CLIPPING = "a number greater than 0, or None for no clipping"
 @documented
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine trains, in full: :meth:`of` makes it from what a caller wrote.
+    """How an engine trains, in full: ``of`` makes it from what a caller wrote.
 
     Types are given without torch, so that a config can be checked before torch is imported.
     """
@@ -58,7 +59,6 @@ class EngineOptions:
         Option(
             "Number format of the forward and backward pass: fp32, bf16 or fp16 (autocast; fp16 "
             "with a gradient scaler), or fp64, in which the whole model computes.",
-            must="one of fp32, bf16, fp16, fp64",
         ),
     ] = "fp32"
     clip_norm: Annotated[
@@ -155,11 +155,11 @@ class EngineOptions:
     ] = None
     compress: Annotated[
         Compression | None,
-        Option("In which form gradients travel between data-parallel ranks, such as int8."),
+        Option("The format in which data-parallel ranks send each other gradients, such as int8."),
     ] = None
     local_steps: Annotated[
         LocalSteps | None,
-        Option("Data-parallel ranks train alone for this many steps and then meet."),
+        Option("Data-parallel ranks train alone for this many steps and then synchronise."),
     ] = None
     reduction: Annotated[Reduction, Option("How gradients are summed over the ranks.")] = (
         Reduction()
@@ -167,7 +167,8 @@ class EngineOptions:
     initial_weights: Annotated[
         InitialWeights,
         Option(
-            "What ranks start from: the model that rank 0 has built, or each its own.",
+            "What ranks start from: rank0, the model that rank 0 has built, or own, what each "
+            "has built.",
             must="'rank0' (every rank takes over rank 0's model) or 'own' (every rank keeps what "
             "it has built)",
         ),
@@ -202,7 +203,7 @@ class EngineOptions:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        Layout.parse(self.layout)
+        Layout.smallest(self.layout)  # dp may be left out, for the world to fill
         check(self)
         if self.max_memory is not None and self.device_map is None:
             raise TrainingError(
@@ -215,5 +216,5 @@ class EngineOptions:
         return getattr(self, name)
 
     def arguments(self) -> dict[str, Any]:
-        """The options by name, as :class:`paceline.Engine` takes them."""
+        """The options by name, as ``paceline.Engine`` takes them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

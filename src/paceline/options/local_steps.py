@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from paceline.errors import TrainingError
+from paceline.options.arguments import documented
 from paceline.options.compression import Compression, Form
-from paceline.options.declare import Option, check, documented
+from paceline.options.declare import Option, check
 
 
 @documented
@@ -21,12 +22,13 @@ class LocalSteps:
 
     config_section: ClassVar[str] = "local_steps"
 
-    every: Annotated[int, Option("Steps between two meetings.", ge=1)] = 50
+    every: Annotated[int, Option("Steps between two synchronisations.", ge=1)] = 50
     method: Annotated[
         Literal["average", "diloco"],
         Option(
-            "average: parameters become the mean over the replicas (local SGD). diloco: how far "
-            "the replicas came is a gradient to an outer optimizer with Nesterov momentum."
+            "average: parameters become the mean over the replicas (local SGD). diloco: the "
+            "mean movement of the replicas is a gradient for an outer optimizer with Nesterov "
+            "momentum."
         ),
     ] = "diloco"
     start: Annotated[
@@ -44,17 +46,23 @@ class LocalSteps:
     exchange: Annotated[
         str,
         Option(
-            "The format in which replicas report how far they came: none, int8 or another one of "
-            "compress.format, with error feedback."
+            "The format in which replicas send how far they have moved: none, int8 or another "
+            "one of compress.format, with error feedback."
         ),
     ] = "none"
     fragments: Annotated[
-        int, Option("Parts of the model that meet in turn, each every this many steps.", ge=1)
+        int,
+        Option(
+            "The model synchronises in this many parts, in turn, so that the network is used "
+            "evenly.",
+            ge=1,
+        ),
     ] = 1
     overlap: Annotated[
         int,
         Option(
-            "Steps that go on while a meeting takes place; its result is taken over after them.",
+            "Steps during which a synchronisation runs in the background; its result is "
+            "applied after them.",
             ge=0,
         ),
     ] = 0

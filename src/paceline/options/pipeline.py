@@ -13,7 +13,8 @@ from paceline.layout.pipeline_schedules import (
     minimum_microbatches,
     placement,
 )
-from paceline.options.declare import Option, check, documented
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check
 
 Balance = Literal["parameters", "flops", "time"]
 
@@ -43,8 +44,7 @@ class Pipelining:
     balance: Annotated[
         Balance,
         Option(
-            "What the heaviest stage is to have as little of as can be: parameters, flops, or "
-            "measured time."
+            "What an automatic cut evens out between stages: parameters, flops, or measured time."
         ),
     ] = "parameters"
     stages_per_rank: Annotated[
@@ -54,8 +54,8 @@ class Pipelining:
     microbatches: Annotated[
         int | None,
         Option(
-            "How many microbatches a step runs. None: as many as the bound on a microbatch makes, "
-            "or the schedule needs.",
+            "How many microbatches a step runs. None: as many as microbatch makes, and no "
+            "fewer than the schedule needs.",
             ge=1,
         ),
     ] = None

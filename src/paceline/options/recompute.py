@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from paceline.errors import TrainingError
-from paceline.options.declare import Option, check, documented
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check
 
 BlockRule = str | Sequence[str] | Callable[[str, Any], bool]
 """One pattern on module names, several, or a function ``(name, module) -> bool``."""

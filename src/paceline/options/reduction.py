@@ -10,7 +10,8 @@ from typing import Annotated, ClassVar, Literal
 from paceline.errors import TrainingError
 from paceline.network.buckets import ONE_BUCKET
 from paceline.network.links import Link, Links
-from paceline.options.declare import Option, check, documented
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check
 
 _SIDES = ("within", "across")
 
@@ -30,22 +31,21 @@ class Reduction:
         Option(
             "Sum within each node first, then across nodes, where several ranks share a node and "
             "there are several nodes; auto: where that is faster.",
-            must="auto, always or never",
         ),
     ] = "auto"
     links: Annotated[
         Mapping[str, str | Link] | None,
         Option(
-            "What lies between ranks, for auto to reckon with: {within: 10 Gbit/s 0.05 ms, across: "
-            "100 Mbit/s 5 ms}. None: measured where that is needed.",
+            "The links between ranks, for auto to calculate with: {within: 10 Gbit/s 0.05 ms, "
+            "across: 100 Mbit/s 5 ms}. None: measured when needed.",
             must="a dict such as {'within': '10 Gbit/s 0.05 ms', 'across': '100 Mbit/s 5 ms'}",
         ),
     ] = None
     bucket_mib: Annotated[
         float | Literal["tuned"] | None,
         Option(
-            "MiB of gradients that leave in one message while the backward goes on; tuned: the "
-            "best size, found from the first steps. None: torch's own 25.",
+            "MiB of gradients in one message (bucket), sent while the backward goes on; "
+            "tuned: the best size, found in the first steps. None: torch's 25.",
             gt=0,
             lt=math.inf,
             must="a number of MiB above 0, 'tuned', or None for torch's own 25",
@@ -53,7 +53,7 @@ class Reduction:
     ] = None
     overlap: Annotated[
         bool,
-        Option("Send while the backward goes on. False: all leaves together, after it."),
+        Option("Send gradients while the backward goes on. False: all at once, after it."),
     ] = True
 
     def __post_init__(self) -> None:

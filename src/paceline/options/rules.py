@@ -158,7 +158,7 @@ def _matrices_need_whole_gradients(case: Combination) -> str | None:
         return None
     return (
         f"{case.formats} factors whole matrices, but with zero={case.layout.zero} a "
-        "gradient travels as pieces to the ranks that keep them. Use zero=0, or int8, sign, topk "
+        "gradient is sent in pieces to the ranks that keep them. Use zero=0, or int8, sign, topk "
         "or randomk."
     )
 
@@ -210,8 +210,8 @@ def _tuning_needs_plain_bytes(case: Combination) -> str | None:
     if not case.options.reduction.tuned or case.formats is None:
         return None
     return (
-        "tuning reckons with gradients that travel as they are; what "
-        f"{case.formats} takes to make and to send is not known to it. Give bucket_mib a "
+        "tuning assumes uncompressed gradients; how long "
+        f"{case.formats} takes to compute and to send is not known to it. Give bucket_mib a "
         "number, or leave one of them out."
     )
 
@@ -250,10 +250,10 @@ def _rounds_send_no_gradients(case: Combination) -> str | None:
     if not case.is_local_from_the_start or case.formats is None:
         return None
     return (
-        "compress is about how gradients travel, and replicas that train alone from the first step "
-        "on (local_steps.start=0) send none. Use local_steps.exchange for the form of what they "
-        "send when they meet, or begin with some synchronous steps (local_steps.start), to which "
-        "compress applies."
+        "compress is about how gradients are sent, and replicas that train alone from the first "
+        "step on (local_steps.start=0) send none. Use local_steps.exchange for the format of what "
+        "they send when they synchronise, or begin with some synchronous steps "
+        "(local_steps.start), to which compress applies."
     )
 
 
@@ -323,8 +323,21 @@ def clash(settings: Sequence[str]) -> str:
     return f"{first} does not go with {', '.join(others)}" if others else first
 
 
+def layout_in_world(options: EngineOptions, world_size: int, *, own_loop: bool = False) -> Layout:
+    """The layout that ``options`` ask for in a world of ``world_size`` ranks.
+
+    Raises ``LayoutError`` where it is not sound: first for what no number of ranks would
+    mend, then for the number of ranks.
+    """
+    check_rules(Combination(Layout.smallest(options.layout), options, own_loop))
+    layout = Layout.parse(options.layout, world_size=world_size)
+    layout.check_world(world_size)
+    check_rules(Combination(layout, options, own_loop))
+    return layout
+
+
 def check_rules(case: Combination) -> None:
-    """Raise :class:`LayoutError` for a case that breaks a rule."""
+    """Raise ``LayoutError`` for a case that breaks a rule."""
     if (found := broken_rule(case)) is not None:
         rule, reason = found
         told = clash([case.words(setting) for setting in rule.settings])

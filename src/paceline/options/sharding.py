@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from paceline.errors import LayoutError, TrainingError
-from paceline.options.declare import Option, check, declared, documented
+from paceline.formatting import one_of
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check, declared
 
 STAGES = (1, 2, 3)
 
@@ -31,8 +33,9 @@ class Sharding:
     reshard: Annotated[
         bool | int | None,
         Option(
-            "With zero=3: whether a unit lets go of its whole parameters between forward and "
-            "backward. A number keeps them cut over that many ranks meanwhile. None: yes.",
+            "With zero=3: whether a unit frees its gathered parameters between forward and "
+            "backward. A number keeps them sharded over that many ranks in between. None: "
+            "yes.",
             ge=2,
             must="True, False, or a number of ranks from 2 up over which parameters stay cut "
             "between forward and backward",
@@ -43,15 +46,13 @@ class Sharding:
         Option(
             "Gather and compute parameters in this format. The optimizer holds them in float32, "
             "and gradients are summed in float32.",
-            must="one of bf16, fp16",
         ),
     ] = None
     offload: Annotated[
         Literal["parameters", "optimizer"] | None,
         Option(
-            "What lives in the CPU's memory: the parameters with their gradients and the "
-            "optimizer's state, or that state alone.",
-            must="one of parameters, optimizer",
+            "What is kept in CPU memory: parameters (with their gradients and the optimizer "
+            "state), or optimizer, that state alone.",
         ),
     ] = None
 
@@ -64,7 +65,7 @@ class Sharding:
     def check(self, stage: int, shards: int, zero_bubble: bool = False) -> None:
         """Refuse what ``zero=stage`` over ``shards`` ranks cannot do."""
         if stage not in STAGES:
-            raise LayoutError(f"sharding: zero={stage} must be one of 1, 2, 3.")
+            raise LayoutError(f"sharding: zero={stage} must be {one_of(STAGES)}.")
         if self.reshard is not None and stage != 3:
             raise TrainingError(
                 f"sharding: reshard={self.reshard!r} needs zero=3. With zero={stage} parameters "

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from paceline.options.declare import Option, check, documented
+from paceline.options.arguments import documented
+from paceline.options.declare import Option, check
 
 
 @documented

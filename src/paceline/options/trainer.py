@@ -1,4 +1,4 @@
-"""The options of :class:`paceline.Trainer` beside those of its engine."""
+"""The options of ``paceline.Trainer`` beside those of its engine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from paceline.options.arguments import documented
 from paceline.options.checkpointing import Checkpointing
 from paceline.options.data import DataOptions
-from paceline.options.declare import Option, check, documented
+from paceline.options.declare import Option, check
 
 
 @documented
@@ -57,9 +58,9 @@ class TrainerOptions:
     per_device_batch: Annotated[
         int | None,
         Option(
-            "Instead of global_batch: samples per forward pass on one rank. global_batch is then "
-            "per_device_batch × data-parallel ranks × accumulate. A run that goes on with other "
-            "ranks keeps the global batch it began with.",
+            "Instead of global_batch: samples per forward pass on one rank. global_batch is "
+            "then per_device_batch × data-parallel ranks × accumulate. A run that is resumed "
+            "on another number of ranks keeps the global batch it began with.",
             key="batch.per_device_batch",
             ge=1,
         ),
@@ -81,7 +82,11 @@ class TrainerOptions:
         ),
     ] = None
     seed: Annotated[
-        int, Option("Decides the order of samples, dropout and all else that is drawn.", ge=0)
+        int,
+        Option(
+            "The seed of the order of samples, of dropout and of everything else that is random.",
+            ge=0,
+        ),
     ] = 0
     metrics: Annotated[
         Mapping[str, Any] | None,
@@ -112,7 +117,7 @@ class TrainerOptions:
     timeout: Annotated[
         float | None,
         Option(
-            "Seconds a rank waits for the others before giving up. None: 600.",
+            "Seconds a rank waits for the others before giving up. In Python None: 300.",
             key="launch.timeout",
             gt=0,
         ),

@@ -19,19 +19,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.errors import LayoutError
 from paceline.layout import Layout
 from paceline.options import EngineOptions
 from paceline.options.rules import ZERO_BUBBLE, Combination, check_rules
 from paceline.parallel.averaging import Averaging
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.device_map import place
+from paceline.parallel.distributed_model import Context, DistributedModel, LossFirst, stage_group
 from paceline.parallel.pipeline import Pipeline, cut
 from paceline.parallel.recompute import recompute
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded, shard
 from paceline.parallel.shard.units import find_units
-from paceline.parallel.spread import Context, LossFirst, Spread, stage_group
-from paceline.parallel.tensor import TensorPlan, apply_plan, make_plan, mixing
+from paceline.parallel.tensor import (
+    SplitForms,
+    TensorPlan,
+    apply_plan,
+    common_plan,
+    make_plan,
+    mixing,
+)
 from paceline.world import World, collectives
 
 
@@ -40,7 +48,7 @@ def needs_sample(layout: Layout, options: EngineOptions) -> bool:
     return layout.tp > 1 or layout.pp > 1 or options.device_map == "auto"
 
 
-def spread(
+def apply_layout(
     module: nn.Module,
     model: nn.Module,
     layout: Layout,
@@ -51,7 +59,7 @@ def spread(
     sample: Callable[[], Any] | None = None,
     materialise: Callable[[nn.Module], None] | None = None,
     averaging: Averaging | None = None,
-) -> Spread:
+) -> DistributedModel:
     """``module``, which computes the loss of ``model``, spread over the world as ``layout`` says.
 
     In place: parameters and modules keep their names. ``context`` is entered around each forward;
@@ -59,7 +67,7 @@ def spread(
     a model without any; ``averaging`` averages gradients instead of DDP and FSDP. A collective.
     """
     check_rules(Combination(layout, options))
-    pipeline, plan = None, None
+    pipeline, plan, forms = None, None, None
     entered = context
     devices = [world.device]
     if options.device_map is not None:
@@ -67,8 +75,9 @@ def spread(
         placed = place(model, options.device_map, sample=run, max_memory=options.max_memory)
         devices = placed.devices
     if layout.tp > 1:
-        entered = both(context, lambda: mixing(world.mesh(layout)["tp"]))
-        plan = collectives.broadcast_object(_tensor_plan(model, layout, options, sample))
+        forms = SplitForms()
+        entered = both(context, lambda: mixing(world.mesh(layout)["tp"], forms))
+        plan = agreed_plan(lambda: _tensor_plan(model, layout, options, sample))
     # Before cutting: a pattern may name modules of which a stage holds none.
     units = find_units(model, options.sharding.units) if layout.zero else []
     if layout.pp > 1:
@@ -93,7 +102,7 @@ def spread(
             pipeline.copy_tied()
     if layout.zero == 0 and layout.dp > 1 and pipeline is None and layout.tp == 1:
         called = replicate(module, world.device, averaging, bucket_mib=options.reduction.static_mib)
-    return Spread(
+    return DistributedModel(
         called,
         model,
         layout,
@@ -103,6 +112,7 @@ def spread(
         context=entered,
         devices=devices,
         tensor_plan=plan,
+        split_forms=forms,
         averaging=averaging,
         bucket_mib=options.reduction.static_mib,
     )
@@ -120,6 +130,28 @@ def _tensor_plan(
         sequence=tensor.sequence,
         vocabulary=tensor.vocabulary,
     )
+
+
+def agreed_plan(make: Callable[[], TensorPlan]) -> TensorPlan:
+    """The plan that all ranks made; a rank that could not make one fails on all. A collective."""
+    plan, error = None, None
+    try:
+        plan = make()
+    except Exception as raised:
+        error = raised
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    found: list[tuple[TensorPlan | None, str | None]] = collectives.all_gather_object((plan, told))
+    if error is not None:
+        raise error
+    failed = {rank: text for rank, (_, text) in enumerate(found) if text is not None}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise LayoutError(
+            f"rank {rank} could not make a tensor-parallel plan, so no rank can split the model: "
+            f"{text}"
+        )
+    plans = [one for one, _ in found if one is not None]
+    return common_plan(plans)
 
 
 def both(first: Context, second: Context) -> Context:

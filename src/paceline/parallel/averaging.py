@@ -1,7 +1,7 @@
 """Averaging gradients over the data-parallel ranks, where neither DDP nor FSDP does it by itself.
 
-:class:`Averaging` is what the engine hands in where gradients travel in another form (compressed,
-in two levels); :func:`average_gradients` is for layouts that DDP does not know.
+``Averaging`` is what the engine hands in where gradients travel in another form (compressed,
+in two levels); ``average_gradients`` is for layouts that DDP does not know.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.parallel.tensor.shards import Runs, full_tensor, local_of, runs_of
+from paceline.parallel.tensor.shards import COPIES, Runs, full_tensor, is_shared, local_of, runs_of
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -31,13 +31,27 @@ def cuts(tensor: Tensor) -> dict[str, int]:
     }
 
 
+def is_first_copy(tensor: Tensor) -> bool:
+    """Whether this rank is the first of the ``tp`` ranks that hold the same part of ``tensor``.
+
+    Several do where heads of keys and values are fewer than ranks. Of a tensor that ``tp`` does not
+    cut nothing can be said here: the answer is yes.
+    """
+    return copies(tensor) == 1 or tensor.device_mesh.get_local_rank(COPIES) == 0  # type: ignore[attr-defined]
+
+
+def copies(tensor: Tensor) -> int:
+    """How many ``tp`` ranks hold the same part of a ``tensor`` that ``tp`` cuts."""
+    return tensor.device_mesh.size(-1) if is_shared(tensor) else 1  # type: ignore[attr-defined]
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The whole of ``tensor``; a collective of the ranks that hold its parts."""
     return full_tensor(tensor)
 
 
 def held_runs(tensor: Tensor) -> list[Runs]:
-    """For each dimension of the whole: which indices :func:`local` holds, as (first, length)."""
+    """For each dimension of the whole: which indices ``local`` holds, as (first, length)."""
     return runs_of(tensor)
 
 

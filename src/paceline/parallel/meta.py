@@ -1,7 +1,7 @@
 """Values for models that were built on the meta device, piece by piece.
 
 A model built under ``torch.device("meta")`` has shapes and no values. It can be spread as it is;
-then :func:`materialise` makes its values one block at a time, and each rank keeps its own pieces.
+then ``materialise`` makes its values one block at a time, and each rank keeps its own pieces.
 So a model can start that is larger than the memory of any one process.
 
 The values depend on the seed and on the names of modules, never on the layout.

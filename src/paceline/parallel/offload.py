@@ -33,7 +33,7 @@ def offload_state(optimizer: Optimizer) -> OffloadedState | None:
 
 
 class OffloadedState:
-    """What :func:`offload_state` hangs on an optimizer; :meth:`remove` takes it off again."""
+    """What ``offload_state`` hangs on an optimizer; ``remove`` takes it off again."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         _check(optimizer)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.ddp_teardown import free_reducer_before_group
 from paceline.parallel.averaging import Averaging
 from paceline.world import Group
 
@@ -55,7 +56,7 @@ def replicate(
 def _wrap(
     module: nn.Module, device: torch.device, bucket_mib: float | None = None
 ) -> DistributedDataParallel:
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         module,
         bucket_cap_mb=None if bucket_mib is None else min(bucket_mib, _ONE_BUCKET_MIB),
         init_sync=False,  # they start from rank 0's values, whatever the layout
@@ -64,6 +65,8 @@ def _wrap(
         gradient_as_bucket_view=True,
         **_NO_BUFFER_SYNC,
     )
+    free_reducer_before_group(wrapped)
+    return wrapped
 
 
 def _use_up_the_notice(device: torch.device) -> None:

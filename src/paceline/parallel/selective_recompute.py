@@ -42,7 +42,7 @@ DEFAULT_KEPT = (*_PRODUCTS, *_ATTENTION, *_COLLECTIVES)
 
 
 def resolve(keep: Sequence[Any] | None) -> frozenset[Any]:
-    """The operators in ``keep`` as torch dispatches them; by default :data:`DEFAULT_KEPT`."""
+    """The operators in ``keep`` as torch dispatches them; by default ``DEFAULT_KEPT``."""
     if keep is None:
         names = (name for name in DEFAULT_KEPT if _packet(name) is not None)
         return frozenset(op for name in names for op in _overloads(name)) | _higher_order()

@@ -1,4 +1,4 @@
-"""The entry points: :func:`verify` for a script, :func:`verify_config` for a config."""
+"""The entry points: ``verify`` for a script, ``verify_config`` for a config."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from paceline.engine.arguments import OptimizerFactory
 from paceline.engine.loss import LossFunction
 from paceline.engine.precision import PRECISIONS
 from paceline.errors import ConfigError, TrainingError
+from paceline.formatting import one_of
 from paceline.layout import Layout
 from paceline.options import DataOptions
 from paceline.prove.cases import Case, parse_cases
+from paceline.prove.devices import choose, choose_for
 from paceline.prove.prover import Prover, Tell
 from paceline.prove.report import VerifyReport
 from paceline.prove.subject import Subject, configured, given
@@ -32,6 +34,7 @@ _NO_LOCAL_STEPS = (
     "local_steps were off: replicas that train alone differ from one process by design; the proof "
     "is of steps that they take together"
 )
+_NO_COMPILE = "compile was off: in float64 the proof runs the model as it is"
 _NO_SHARD_DTYPE = "sharded parameters were not cast to {}: the proof computes in float64"
 
 
@@ -46,6 +49,8 @@ def verify(
     global_batch: int | None = None,
     seed: int = 0,
     plant: str | None = None,
+    device: str = "auto",
+    share_gpu: bool = False,
     data_options: DataOptions = DataOptions(),
     timeout: float = 300.0,
     progress: bool = True,
@@ -54,22 +59,28 @@ def verify(
 ) -> VerifyReport:
     """Prove that ``layouts`` compute what one process computes, for this model and data.
 
-    Runs ``steps`` optimizer steps on one process and on local CPU ranks for each layout, over the
+    Runs ``steps`` optimizer steps on one process and on local ranks for each layout, over the
     same samples, and compares every loss, gradient, norm, parameter and buffer. Nothing passed in
     is changed: the runs work on copies.
 
     Args:
-        model, loss, optimizer, data: as for :class:`paceline.Trainer`; the model may also be a
-            function that makes one, and the optimizer then must be a function, too.
+        model: as for ``paceline.Trainer``, or a function that makes one.
+        optimizer: as for ``paceline.Trainer``; a function where the model is one.
+        data: as the training data of ``paceline.Trainer``.
         layouts: such as ``["dp=2", "dp=2,zero=3,microbatch=4", "pp=2,schedule=zbv"]``.
+        loss: as for ``paceline.Trainer``.
         global_batch: samples per step; not needed where the data is a torch ``DataLoader``.
         plant: a known bug to introduce into the layouts' runs (``paceline verify --list-plants``).
+        device: ``cpu``, ``cuda`` or ``auto``: what a run here would use, GPUs where there is one
+            for each rank, else the CPU.
+        share_gpu: let more ranks than there are GPUs share them, over NCCL.
         timeout: seconds one run may take.
         progress: show on a terminal what is running.
         pool: live ranks to use, for several proofs in a row; else it brings up its own.
-        options: those of :class:`paceline.Engine`: ``microbatch``, ``clip_norm``, …. ``precision``
+        options: those of ``paceline.Engine``: ``microbatch``, ``clip_norm``, …. ``precision``
             is ``fp64`` unless given, which tells rounding from bugs best; in another, a difference
-            is judged against what one process shows when its samples come in another order and cut.
+            is judged against what one process shows when its samples come in another order and
+            cut, and ``compile`` is as given.
     """
     if "layout" in options:
         raise TrainingError("verify(layout=…): name the layouts to verify in layouts=[…].")
@@ -77,7 +88,7 @@ def verify(
     _check_numbers(steps=steps, global_batch=batch)
     precision = options.get("precision", "fp64")
     if precision not in PRECISIONS:
-        raise TrainingError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}.")
+        raise TrainingError(f"precision={precision!r} must be {one_of(PRECISIONS)}.")
     if (microbatch := options.get("microbatch")) is not None:
         _check_numbers(microbatch=microbatch)
     cases = parse_cases(
@@ -85,7 +96,10 @@ def verify(
     )
     clip_norm = options.get("clip_norm")
     bug = _find_plant(plant, cases, clip_norm, batch)
-    notes = ["compile was off: the proof runs the model as it is"] if options.get("compile") else []
+    place = choose(device, cases, share_gpu=share_gpu)
+    notes = [] if place.note is None else [place.note]
+    if options.get("compile") and precision == "fp64":
+        notes.append(_NO_COMPILE)
     if options.get("local_steps") is not None:
         options["local_steps"] = None
         notes.append(_NO_LOCAL_STEPS)
@@ -102,6 +116,7 @@ def verify(
             timeout=timeout,
             tell=tell,
             pool=pool,
+            place=place,
         )
         return prover.prove(cases, notes)
 
@@ -114,10 +129,16 @@ def verify_config(
     global_batch: int | None = None,
     precision: str = "fp64",
     plant: str | None = None,
+    device: str = "auto",
+    share_gpu: bool = False,
     timeout: float = 300.0,
     progress: bool = True,
 ) -> VerifyReport:
-    """:func:`verify` for what a config describes; ``precision="run"`` is the config's own."""
+    """``verify`` for what a config describes; ``precision="run"`` is the config's own.
+
+    ``device="auto"`` is where the config's run would train.
+    """
+    config = config.model_copy(update={"layout": "auto"})  # the proof's own are proved
     notes = []
     own = config.batch.global_batch
     batch = min(own, CONFIG_BATCH) if global_batch is None else global_batch
@@ -128,8 +149,8 @@ def verify_config(
         notes.append(f"steps of {batch} samples, not the config's {own} (--global-batch)")
     if precision not in ("fp64", "run"):
         raise ConfigError(f"--precision {precision}: must be fp64, or run for the config's own")
-    if config.compile:
-        notes.append("compile was off: the proof runs the model as it is")
+    if config.compile and precision == "fp64":
+        notes.append(_NO_COMPILE)
     if config.local_steps.every is not None:
         notes.append(_NO_LOCAL_STEPS)
     if precision == "fp64" and config.sharding.dtype is not None:
@@ -140,6 +161,8 @@ def verify_config(
         global_batch=batch,
         pipeline=config.pipeline.options(),
     )
+    place = choose_for(config, device, cases, share_gpu=share_gpu)
+    notes += [] if place.note is None else [place.note]
     clip_norm = config.train.clip_norm
     bug = _find_plant(plant, cases, clip_norm, batch)
     exact = precision == "fp64"
@@ -153,6 +176,7 @@ def verify_config(
             plant=bug,
             timeout=timeout,
             tell=tell,
+            place=place,
         )
         return prover.prove(cases, notes)
 
@@ -160,7 +184,7 @@ def verify_config(
 def _find_plant(
     name: str | None, cases: Sequence[Case], clip_norm: float | None, global_batch: int
 ) -> Plant | None:
-    """The bug to introduce; raises :class:`ConfigError` where it could not show."""
+    """The bug to introduce; raises ``ConfigError`` where it could not show."""
     if name is None:
         return None
     from paceline.prove._planted import check_plant, find_plant

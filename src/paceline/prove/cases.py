@@ -177,7 +177,7 @@ def parse_cases(
     global_batch: int,
     pipeline: Any = None,
 ) -> list[Case]:
-    """The cases to prove; every mistake in any of them in one :class:`ConfigError`.
+    """The cases to prove; every mistake in any of them in one ``ConfigError``.
 
     A layout that is written right but breaks a rule is no mistake here: the report says so.
     """

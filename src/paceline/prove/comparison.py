@@ -60,7 +60,7 @@ class RunComparison:
 
     An element whose gradient is zero but for rounding (again the bias before a norm) has no
     determined update under an optimizer that divides by the gradient's size, as Adagrad does. From
-    then on that element is left out where parameters are compared, and :meth:`settle` gives it the
+    then on that element is left out where parameters are compared, and ``settle`` gives it the
     reference's value, lest it shift a running mean behind it; ``unsettled`` counts such elements.
     """
 
@@ -189,6 +189,8 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 
 MOST_ROUNDING = 1e-6
 """In float64 nothing beyond this is taken for rounding."""
+MOST_ROUNDING_IN_FLOAT32 = 1e-3
+"""The same, for a model that does not run in float64."""
 
 
 class Tolerance:

@@ -16,6 +16,7 @@ from paceline.parallel.dtensor import cuts, local, part_of
 from paceline.prove.cases import Case
 from paceline.prove.comparison import (
     MOST_ROUNDING,
+    MOST_ROUNDING_IN_FLOAT32,
     Held,
     Measure,
     RunComparison,
@@ -68,20 +69,22 @@ class RankOutcome:
     """By step: how many samples the global batch had, by this rank's account."""
     stale_parts: dict[int, list[str]] = field(default_factory=dict)
     """By step: parameters of which this rank holds a part that the update did not reach."""
+    told: list[str] = field(default_factory=list)
+    """What the engine had to tell the user, such as what tensor parallelism leaves whole."""
     split: dict[str, int] = field(default_factory=dict)
     """Parameters that tensor parallelism splits, each with the dimension it is split along."""
 
 
 def run_reference(
-    subject: Subject, folder: Path, forwards_of: Case | None, reorder: bool
+    subject: Subject, folder: Path, forwards_of: Case | None, reorder: bool, device: str
 ) -> Reference:
-    """Run on this process alone, leaving what each step computed in ``folder``.
+    """Run on this process alone, on ``device``, leaving what each step computed in ``folder``.
 
     ``forwards_of``: cut each batch into the forwards of that case, for models in which the samples
     of a forward meet; else the batch goes through whole. ``reorder``: also run with the samples in
     another order and cut, and tell what that changes.
     """
-    world = _alone()
+    world = _alone(device)
     cut = None if forwards_of is None else forwards_of.forwards
     run = ObservedRun(subject, _ALONE, world=world, alone=True, cut=cut)
     initial = run.state()
@@ -115,10 +118,13 @@ def _cut_otherwise(samples: int) -> list[list[int]]:
 def _reorder(subject: Subject, folder: Path, reference: Reference, world: World) -> None:
     """Fill in the noise: what other orders and cuts of the same samples change.
 
-    Rounding is told from samples that meet in float64, where nothing else is that large.
+    Rounding is told from samples that meet in float64, where nothing else is that large; in
+    float32 where the model has no other.
     """
-    exact, exact_folder = replace(subject, precision="fp64"), folder
-    if subject.precision != "fp64":
+    has_double = subject.runs_in_float64
+    exact, exact_folder = replace(subject, precision="fp64" if has_double else "fp32"), folder
+    most = MOST_ROUNDING if has_double else MOST_ROUNDING_IN_FLOAT32
+    if subject.precision != exact.precision:
         exact_folder = folder / "exact"
         exact_folder.mkdir()
         _leave_trace(ObservedRun(exact, _ALONE, world=world, alone=True), exact_folder)
@@ -129,10 +135,10 @@ def _reorder(subject: Subject, folder: Path, reference: Reference, world: World)
         try:
             found, unsettled = _noise_of(exact, cut, exact_folder, world)
             worst = max(v for p, v in found.items() if p.kind in ("loss", "gradient"))
-            if worst > MOST_ROUNDING:
+            if worst > most:
                 reference.interacts = max(reference.interacts, worst)
                 continue
-            if subject.precision != "fp64":
+            if subject.precision != exact.precision:
                 found, unsettled = _noise_of(subject, cut, folder, world)
         except Exception as error:  # the user's model or data; the layouts may do without
             reference.uncut = f"{type(error).__name__}: {error}"
@@ -187,6 +193,7 @@ def run_layout(
             before = reference
     outcome.split = {name: cuts(own[0])["tp"] for name, own in held.items() if "tp" in cuts(own[0])}
     outcome.samples = run.samples
+    outcome.told = run.engine.take_notes()
     outcome.missing = [name for name in reference["parameter"] if name not in values["parameter"]]
     return outcome
 
@@ -204,7 +211,7 @@ def _stale_parts(
                 part_of(values["parameter"][place.name], parameter)
                 for values in (reference, before)
             )
-            own = local(parameter)
+            own = local(parameter).cpu()
             if cuts(parameter) and own.numel() and is_stale(own, right, old):
                 found.append(place.name)
                 break
@@ -226,8 +233,8 @@ def load(folder: Path, step: int) -> Values:
     return values
 
 
-def _alone() -> World:
+def _alone(device: str) -> World:
     """A world of one, without a process group: nothing distributed has a part in the reference."""
     for name in _LAUNCHER:
         os.environ.pop(name, None)
-    return World.init(device="cpu")
+    return World.init(device=device)

@@ -73,6 +73,8 @@ class NoDropout(TorchFunctionMode):
 def random_state() -> tuple[Any, ...]:
     """Where this process's random streams stand; equal before and after: nothing was drawn."""
     state: tuple[Any, ...] = (torch.get_rng_state().numpy().tobytes(), random.getstate())
+    if torch.cuda.is_initialized():
+        state += (torch.cuda.get_rng_state().numpy().tobytes(),)
     try:
         import numpy as np
     except ImportError:

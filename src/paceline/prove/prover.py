@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -16,6 +17,7 @@ from paceline.errors import ConfigError, LayoutError, PacelineError, RankFailed,
 from paceline.prove.cases import Case
 from paceline.prove.causes import likely_cause
 from paceline.prove.comparison import Tolerance, ValueKey
+from paceline.prove.devices import ProofDevice
 from paceline.prove.evidence import (
     DifferenceEvidence,
     LikelyCause,
@@ -57,6 +59,7 @@ class Prover:
         timeout: float,
         tell: Tell,
         pool: RankPool | None = None,
+        place: ProofDevice | None = None,
     ) -> None:
         self.subject = subject
         self.clip_norm, self.sync_batchnorm = clip_norm, sync_batchnorm
@@ -64,6 +67,7 @@ class Prover:
         self.timeout = timeout
         self.tell = tell
         self._lent_pool = pool
+        self._place = place or ProofDevice()
 
     def prove(self, cases: Sequence[Case], notes: Sequence[str] = ()) -> VerifyReport:
         """Run everything and report; ranks and files are gone when it returns or raises."""
@@ -75,10 +79,11 @@ class Prover:
             contextlib.redirect_stdout(sys.stderr),
         ):
             self._pool, self._folder = pool, Path(folder)
+            self._told: list[str] = []
             self._cut_references: dict[str, tuple[Path, Reference]] = {}
             self.tell("one process")
             self._main = self._folder / "main"
-            reference = self._reference(self._main, None)
+            reference, no_float64 = self._first_reference()
             self._check_plant(reference)
             tolerance = Tolerance(self.subject.precision, reference.noise)
             rows = []
@@ -90,9 +95,15 @@ class Prover:
             steps=self.subject.steps,
             global_batch=max(reference.batch),
             precision=self.subject.precision,
+            device=self._place.kind,
             noise=tolerance.noise,
             plant=None if self.plant is None else self.plant.name,
-            notes=[*notes, *self._notes(reference, tolerance, cases, rows)],
+            notes=[
+                *notes,
+                *no_float64,
+                *self._notes(reference, tolerance, cases, rows),
+                *self._told,
+            ],
             seconds=time.monotonic() - started,
         )
 
@@ -101,18 +112,45 @@ class Prover:
             return contextlib.nullcontext(self._lent_pool)
         return RankPool(timeout=self.timeout, preload=PRELOAD)
 
+    def _first_reference(self) -> tuple[Reference, list[str]]:
+        """The run on one process; in float32 where the model has no float64, and a note of it."""
+        try:
+            return self._reference(self._main, None), []
+        except RankFailed as failure:
+            cause = failure.__cause__
+            if self.subject.precision != "fp64" or cause is None:
+                raise
+            words = str(cause).strip().splitlines() or [type(cause).__name__]
+            in_double = failure
+        double = self.subject
+        self.subject = replace(double, precision="fp32", runs_in_float64=False)
+        shutil.rmtree(self._main)
+        self.tell("one process, in float32")
+        try:
+            reference = self._reference(self._main, None)
+        except (PacelineError, RankFailed):
+            self.subject = double
+            raise in_double from in_double.__cause__  # it is not float64 that is missing
+        note = (
+            f"the model does not run in float64 ({words[0]}), so the proof is in float32: what is "
+            "allowed is what rounding does to one process"
+        )
+        return reference, [note]
+
     def _reference(self, folder: Path, forwards_of: Case | None) -> Reference:
         folder.mkdir()
         try:
             (reference,) = self._pool.run(
                 run_reference,
-                *(self.subject, folder, forwards_of, forwards_of is None),
+                *(self.subject, folder, forwards_of, forwards_of is None, self._place.kind),
                 world_size=1,
                 join=False,
                 timeout=self.timeout,
             )
         except RankFailed as failure:
-            raise _own_error(failure) from None
+            if (own := _own_error(failure)) is failure:
+                raise
+            raise own from None
         return reference
 
     def _prove_case(self, case: Case, reference: Reference, tolerance: Tolerance) -> LayoutResult:
@@ -136,6 +174,8 @@ class Prover:
                 # One process ran it, so that it is the layout which cannot.
                 return _refused(case, None, str(raised))
             return LayoutResult(str(case), "failed", words=str(raised))
+        if case.layout.tp > 1:
+            self._told += [f"{case}: {note}" for note in outcomes[0].told]
         row = _compare(case, outcomes, tolerance, reference)
         if row.ok:
             return row
@@ -163,6 +203,8 @@ class Prover:
             *(subject, case, folder, plant, floor),
             world_size=case.layout.world_size,
             timeout=self.timeout,
+            device=self._place.kind,
+            share_gpu=self._place.shares(case.layout.world_size),
         )
         return outcomes
 

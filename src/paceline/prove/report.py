@@ -78,6 +78,8 @@ class VerifyReport:
     global_batch: int
     precision: str
     noise: float
+    device: str = "cpu"
+    """Where it was proven: on CPU ranks over Gloo, or on ``cuda`` over NCCL."""
     plant: str | None = None
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -120,9 +122,11 @@ class VerifyReport:
                 "" if failed else f"{row.allowed:.0e}",
                 "" if row.where is None else str(row.where),
             )
+        on_gpu = " on GPUs" if self.device == "cuda" else ""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         console.print(
-            f"{steps} of {self.global_batch} samples in {self.precision}, against one process:",
+            f"{steps} of {self.global_batch} samples in {self.precision}"
+            f"{on_gpu}, against one process:",
             highlight=False,
         )
         console.print(table)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.config import Config
-from paceline.data import Loader, from_dataloader, loader
+from paceline.data import Loader, loader
 from paceline.engine.arguments import OptimizerFactory, check_loss, check_optimizer_kind
 from paceline.engine.loss import LossFunction
 from paceline.errors import DataError, TrainingError
@@ -43,6 +43,8 @@ class Subject:
     seed: int
     steps: int
     precision: str
+    runs_in_float64: bool = True
+    """Whether all operations of the model have a float64 form."""
     randomness: str | None = None
     """What to use instead of the run's own."""
 
@@ -56,20 +58,22 @@ class Subject:
                 f"the model function made a {type(built.model).__name__}, not a torch.nn.Module."
             )
         built.model.train()
-        # Compiled code would hide dropout from the prover, and takes longer than the proof.
-        options = {**built.options, "compile": False}
-        options["precision"] = self.precision
+        options = {**built.options, "precision": self.precision}
         if self.randomness is not None:
             options["randomness"] = self.randomness
+        # Float64, or float32 in its place, is not the run's own: compiling it would prove nothing.
+        widest = self.precision == "fp64" or not self.runs_in_float64
+        if widest:
+            options["compile"] = False
         sharding = options.get("sharding")
-        if sharding is not None and self.precision == "fp64":
+        if sharding is not None and widest:
             options["sharding"] = replace(sharding, dtype=None)  # it would compute in that one
         return replace(built, options=options)
 
     def loader(self, built: Built, rank: int, size: int) -> Loader:
         """The data as rank ``rank`` of ``size`` data-parallel ranks reads it."""
         if isinstance(built.data, DataLoader):
-            return from_dataloader(
+            return loader(
                 built.data, global_batch=self.global_batch, seed=self.seed, rank=rank, size=size
             )
         options = built.data_options
@@ -93,7 +97,7 @@ def given(
     data_options: DataOptions,
     options: dict[str, Any],
 ) -> bytes:
-    """The payload of what a caller of :func:`paceline.verify` passed."""
+    """The payload of what a caller of ``paceline.verify`` passed."""
     check_loss(loss)
     check_optimizer_kind(optimizer)
     if not isinstance(model, nn.Module):

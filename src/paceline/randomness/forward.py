@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import paceline.randomness.draws as draws
 from paceline.errors import TrainingError
@@ -262,9 +261,9 @@ class ForwardRandomness:
         result = draws.HANDLERS[function](self, function, args, kwargs)
         return function(*args, **kwargs) if result is NotImplemented else result
 
-    def attention(self, *args: Any, **kwargs: Any) -> Any:
-        """``F.scaled_dot_product_attention`` with dropout, on plain tensors."""
-        return self.draw(F.scaled_dot_product_attention, args, kwargs)
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`draw`."""
+        return self.draw(function, args, kwargs)
 
     # ------------------------------------------------------------------ recomputation
 

@@ -26,17 +26,21 @@ class DrawMode(TorchFunctionMode):
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
         if handler is None:
-            if func in INLINED and self._randomness.current is not None:
+            if (
+                func in INLINED
+                and self._randomness.current is not None
+                and not _split(args, kwargs)
+            ):
                 return self._inline(func, args, kwargs)
             return func(*args, **kwargs)
         randomness = self._randomness
         if randomness.current is None or is_own_generator(kwargs):
             return func(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            given = tensors_of(args, kwargs)
-            if any(isinstance(tensor, DTensor) for tensor in given):
+            if _split(args, kwargs):
                 # Tensor parallelism knows the parts, and calls back for each of them.
                 return func(*args, **kwargs)
+            given = tensors_of(args, kwargs)
             if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given):
                 return self._count(handler, func, args, kwargs)
         result = handler(randomness, func, args, kwargs)
@@ -60,3 +64,9 @@ class DrawMode(TorchFunctionMode):
                 return INLINED[func](*args, **kwargs)
         finally:
             randomness.assume_computed = before
+
+
+def _split(args: Any, kwargs: dict[str, Any]) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return any(isinstance(tensor, DTensor) for tensor in tensors_of(args, kwargs))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from paceline.layout import Layout
 from paceline.options import Compression
 from paceline.parallel.averaging import UnitParameter
-from paceline.parallel.dtensor import cuts
-from paceline.parallel.spread import data_ranks
+from paceline.parallel.distributed_model import data_ranks
+from paceline.parallel.dtensor import copies, cuts
 from paceline.sync.compressed.ddp_hook import Hook
 from paceline.sync.compressed.exchange import Exchange
 from paceline.sync.compressed.scatter import CutParameter, Scatter
@@ -55,7 +55,7 @@ class GradientAveraging:
                 self._names[id(parameter)] = known
                 if name in tied:
                     exchange.left_plain.add(known)
-                elif "tp" not in cuts(parameter):
+                elif "tp" not in cuts(parameter) or copies(parameter) > 1:
                     exchange.alike.add(known)
 
     @property

@@ -115,7 +115,7 @@ class DeferredQueue:
     """The numbers on their way, oldest first; all replicas look at them at the same steps.
 
     Where NaN and Inf are to ``stop`` a run, all replicas raise at the same step, at most
-    :data:`LAG` after it happened.
+    ``LAG`` after it happened.
     """
 
     def __init__(self, device: torch.device, *, stop: bool) -> None:
@@ -123,7 +123,7 @@ class DeferredQueue:
         self._under_way: deque[DeferredNumbers] = deque()
 
     def add(self, late: DeferredNumbers) -> None:
-        """Tell the others of a step that is done, and look at what they told :data:`LAG` ago."""
+        """Tell the others of a step that is done, and look at what they told ``LAG`` ago."""
         # Reading a GPU's numbers waits for it: it tells of a step while it works on the next.
         ready = [*self._under_way, late] if self._device.type == "cpu" else self._under_way
         for known in ready:

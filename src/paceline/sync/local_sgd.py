@@ -21,7 +21,7 @@ from paceline.sync.traffic import Traffic, plain_bytes
 
 
 class LocalSGD:
-    """See :class:`~paceline.sync.protocol.Sync` and its ``StepSync``: this is both.
+    """See ``Sync`` and its ``StepSync``: this is both.
 
     Steps before ``options.start`` go by ``plain``. To be made once the model is spread; a
     collective.
@@ -164,7 +164,7 @@ class LocalSGD:
         return Traffic(round(sent), round(plain))
 
     def sent_in(self, step: int) -> str | None:
-        """See :class:`~paceline.sync.protocol.Sync`."""
+        """See ``Sync``."""
         return "distances" if self.options.is_alone(step - 1) else self.plain.sent_in(step)
 
     def take_notes(self) -> list[str]:

@@ -37,11 +37,11 @@ class Scaler(Protocol):
         """Its scale, and what it goes on from."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Take over what ``state_dict`` gave."""
 
 
 class LocalSgdState:
-    """See :class:`~paceline.sync.protocol.SyncState`; ``plain`` is that of synchronous steps."""
+    """See ``SyncState``; ``plain`` is that of synchronous steps."""
 
     def __init__(
         self, loop: OuterLoop, replica: Replica, plain: SynchronousState, scaler: Scaler | None

@@ -113,6 +113,10 @@ class OuterLoop:
         if not self.begun:
             yield
             return
+        if self._stream is not None:
+            # An evaluation communicates, too: on a GPU, two threads with a communicator each may
+            # keep each other's kernels from running, on two ranks in another order.
+            self.finish_pending()
         buffers = self._own_buffers()
         own = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self._swap_parameters()

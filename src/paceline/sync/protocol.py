@@ -1,6 +1,6 @@
 """What an optimizer step, an evaluation and a checkpoint ask of a way of synchronising.
 
-A step calls, in this order::
+A step calls, in this order:
 
     sync = way.begin_step()                   # may wait for the other ranks
     with sync.microbatch(last=…, counts=…):   # around each forward and backward
@@ -49,7 +49,7 @@ class StepSync(Protocol):
 
     @property
     def must_know_if_applied(self) -> bool:
-        """Whether :meth:`commit` looks at ``applied``: with fp16, finding out makes a GPU wait."""
+        """Whether ``commit`` looks at ``applied``: with fp16, finding out makes a GPU wait."""
 
     def microbatch(self, *, last: bool, counts: bool) -> contextlib.AbstractContextManager[Any]:
         """Around one microbatch's forward and backward: ranks exchange gradients in the last."""
@@ -58,7 +58,7 @@ class StepSync(Protocol):
         """Add ``values`` up over the ranks of this step, in place."""
 
     def begin_sum(self, values: Tensor) -> dist.Work | None:
-        """As :meth:`sum`, without waiting; ``None``: there is nothing to wait for."""
+        """As ``sum``, without waiting; ``None``: there is nothing to wait for."""
 
     def set_unit(self, unit: float) -> None:
         """The gradients to come are ``unit`` times those of the mean loss."""
@@ -112,10 +112,10 @@ class SyncState(Protocol):
         """Go on as the checkpoint says, whose model and optimizer were loaded. A collective."""
 
     def whole(self, merge: Merge) -> dict[str, Any]:
-        """For :meth:`paceline.Engine.state_dict`. A collective."""
+        """For ``paceline.Engine.state_dict``. A collective."""
 
     def load_whole(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`whole` gave."""
+        """Take over what ``whole`` gave."""
 
 
 class Sync(Protocol):
@@ -158,7 +158,7 @@ class Sync(Protocol):
         """Bytes of gradients sent so far; ``None`` where they are not counted."""
 
     def sent_in(self, step: int) -> str | None:
-        """What is sent in step number ``step`` (from 1): see :class:`paceline.events.WireUsed`."""
+        """What is sent in step number ``step`` (from 1): see ``paceline.events.WireUsed``."""
 
     def take_notes(self) -> list[str]:
         """What there is to tell the user since this was last asked."""

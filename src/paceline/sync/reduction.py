@@ -14,7 +14,7 @@ from paceline.network.links import choose
 from paceline.network.topology import Topology
 from paceline.options import Compression, Reduction
 from paceline.parallel.averaging import sparse_embedding
-from paceline.parallel.spread import data_ranks
+from paceline.parallel.distributed_model import data_ranks
 from paceline.sync.averaging import GradientAveraging, group_for_gradients
 from paceline.sync.hierarchical import Hierarchical, Levels, find_nodes
 from paceline.sync.link_timing import BackwardTimer, measure, measure_link

@@ -11,8 +11,8 @@ from torch import nn
 from paceline.diagnose.pulse import Pulse
 from paceline.errors import TrainingError
 from paceline.layout import Coordinate, Layout
+from paceline.parallel.distributed_model import DistributedModel
 from paceline.parallel.replicate import sync_buffers
-from paceline.parallel.spread import Spread
 from paceline.randomness import ForwardRandomness
 from paceline.world import World
 
@@ -35,7 +35,7 @@ class Replica:
     """Those that this rank holds, frozen ones included."""
 
     def __post_init__(self) -> None:
-        self._spread: Spread | None = None
+        self._spread: DistributedModel | None = None
         self.parameters = list(self.model.parameters())
         self._trainable = [p.requires_grad for p in self.parameters]
 
@@ -60,7 +60,7 @@ class Replica:
         return self._spread is not None
 
     @property
-    def spread(self) -> Spread:
+    def spread(self) -> DistributedModel:
         """The model on its layout."""
         if self._spread is None:
             raise TrainingError(
@@ -69,12 +69,17 @@ class Replica:
             )
         return self._spread
 
-    def take_spread(self, spread: Spread) -> None:
+    def take_spread(self, spread: DistributedModel) -> None:
         """The model is on its layout from now on."""
         self._spread = spread
         if not spread.is_plain:
             self.parameters = [p for own in spread.held.values() for p in own]
             self._trainable = [p.requires_grad for p in self.parameters]
+
+    def take_notes(self) -> list[str]:
+        """What there is to tell the user of spreading the model and of its draws, since last."""
+        notes = [] if self._spread is None else self._spread.take_notes()
+        return notes if self.randomness is None else notes + self.randomness.take_notes()
 
     @property
     def holds_whole_model(self) -> bool:

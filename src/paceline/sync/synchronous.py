@@ -1,7 +1,7 @@
 """Gradients averaged over the replicas in every step.
 
 By DDP or FSDP themselves; where they are compressed, or summed in two levels, by
-:class:`~paceline.sync.averaging.GradientAveraging`.
+``GradientAveraging``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.sync.traffic import Traffic
 
 
 class SynchronousSGD:
-    """See :class:`~paceline.sync.protocol.Sync` and its ``StepSync``: this is both."""
+    """See ``Sync`` and its ``StepSync``: this is both."""
 
     alone = False
     is_synchronised = True
@@ -156,7 +156,7 @@ class SynchronousSGD:
         return Traffic(round(exchange.wire.sent), round(exchange.plain))
 
     def sent_in(self, step: int) -> str | None:
-        """See :class:`~paceline.sync.protocol.Sync`."""
+        """See ``Sync``."""
         if self.averaging is None:
             return None
         return "warmup" if step <= self.averaging.exchange.options.warmup else "gradients"

@@ -33,7 +33,7 @@ _KEPT, _RIGHT = "kept", "right"
 
 
 class SynchronousState:
-    """See :class:`~paceline.sync.protocol.SyncState`."""
+    """See ``SyncState``."""
 
     keeps_optimizer = False
     optimizer_prefix = OPTIMIZER
@@ -153,7 +153,7 @@ class SynchronousState:
         return merge(found)
 
     def load_whole(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`whole` gave."""
+        """Take over what ``whole`` gave."""
         self._load_whole_residuals(state.get("compress"))
         self._reduction.take(state.get("reduction"))
 

@@ -1,7 +1,7 @@
 """Testing on several ranks: live ranks in milliseconds, small models, faults, leak checks.
 
 With pytest: mark a test ``@pytest.mark.world(2)`` and use the ``ranks`` fixture. Without:
-:func:`run_ranks`, or a :class:`RankPool` of your own. Names load on first use, so that the pytest
+``run_ranks``, or a ``RankPool`` of your own. Names load on first use, so that the pytest
 plugin costs nothing until it is needed.
 """
 
@@ -27,10 +27,13 @@ if TYPE_CHECKING:
     from paceline.testing.models import make_mlp as make_mlp
     from paceline.testing.models import make_resnet as make_resnet
     from paceline.testing.models import make_vectors as make_vectors
+    from paceline.testing.nccl_order import CommunicationRecord as CommunicationRecord
+    from paceline.testing.nccl_order import find_deadlock as find_deadlock
     from paceline.testing.pool import RankPool as RankPool
     from paceline.testing.pool import run_ranks as run_ranks
 
 _HOME = {
+    "CommunicationRecord": "nccl_order",
     "FaultPlan": "faults",
     "Host": "hosts",
     "Hosts": "hosts",
@@ -40,6 +43,7 @@ _HOME = {
     "assert_same": "compare",
     "delay_at": "faults",
     "exit_at": "faults",
+    "find_deadlock": "nccl_order",
     "hang_at": "faults",
     "hosts_available": "hosts",
     "kill_at": "faults",
@@ -52,6 +56,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CommunicationRecord",
     "FaultPlan",
     "Host",
     "Hosts",
@@ -61,6 +66,7 @@ __all__ = [
     "assert_same",
     "delay_at",
     "exit_at",
+    "find_deadlock",
     "hang_at",
     "hosts_available",
     "kill_at",

@@ -21,12 +21,12 @@ from paceline.launch.environment import read_environment
 
 
 class InjectedFault(PacelineError):
-    """The error that :func:`raise_at` raises."""
+    """The error that ``raise_at`` raises."""
 
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One thing that goes wrong; see :func:`kill_at` and its neighbours.
+    """One thing that goes wrong; see ``kill_at`` and its neighbours.
 
     It happens in the ``attempt``-th start of the world only (0: before any restart), so that a run
     that a launcher restarts gets past it.
@@ -51,7 +51,7 @@ def exit_at(rank: int, step: int, *, exit_code: int = 1, attempt: int = 0) -> Pl
 
 
 def raise_at(rank: int, step: int, *, attempt: int = 0) -> PlannedFault:
-    """Raise :class:`InjectedFault` on the rank."""
+    """Raise ``InjectedFault`` on the rank."""
     return PlannedFault("raise", rank, step, attempt=attempt)
 
 
@@ -66,7 +66,7 @@ def delay_at(rank: int, step: int, *, seconds: float, attempt: int = 0) -> Plann
 
 
 class FaultPlan:
-    """Some faults; call :meth:`reach` at every step."""
+    """Some faults; call ``reach`` at every step."""
 
     def __init__(self, *faults: PlannedFault) -> None:
         self.faults = faults

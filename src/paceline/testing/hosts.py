@@ -12,7 +12,7 @@ namespaces live as long as this process holds them or something runs in them, an
 process ends whatever runs in them when this one is gone, however it ended.
 
 Needs Linux, root (``CAP_SYS_ADMIN``) and the commands ``ip`` and ``tc``: see
-:func:`hosts_available`.
+``hosts_available``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HostsUnavailable(PacelineError):
 
 @functools.cache
 def hosts_available() -> str | None:
-    """``None`` when :class:`Hosts` can be used here, else the reason, for a test to skip with."""
+    """``None`` when ``Hosts`` can be used here, else the reason, for a test to skip with."""
     if not sys.platform.startswith("linux"):
         return "hosts are Linux network namespaces; this is not Linux"
     missing = [command for command in _COMMANDS if shutil.which(command) is None]
@@ -64,7 +64,7 @@ def hosts_available() -> str | None:
 
 
 class Host:
-    """One of several hosts; made by :class:`Hosts`."""
+    """One of several hosts; made by ``Hosts``."""
 
     def __init__(self, name: str, address: str, spaces: _Spaces, port: _Port) -> None:
         self.name = name
@@ -80,12 +80,12 @@ class Host:
         return self._spaces.command(command, cwd)
 
     def popen(self, command: Command, **options: Any) -> subprocess.Popen[Any]:
-        """Start a process on this host; ``options`` are those of :class:`subprocess.Popen`."""
+        """Start a process on this host; ``options`` are those of ``subprocess.Popen``."""
         cwd = options.pop("cwd", None)
         return subprocess.Popen(self.command(command, cwd), **options)
 
     def run(self, command: Command, **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Run a process on this host; ``options`` are those of :func:`subprocess.run`."""
+        """Run a process on this host; ``options`` are those of ``subprocess.run``."""
         cwd = options.pop("cwd", None)
         return subprocess.run(self.command(command, cwd), **options)
 
@@ -117,7 +117,7 @@ class Host:
         """SIGKILL everything that runs on this host.
 
         The kernel then closes their connections, which peers notice at once. For a host that
-        loses its power, :meth:`cut` it first.
+        loses its power, ``cut`` it first.
         """
         _end(self.processes)
 

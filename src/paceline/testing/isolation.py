@@ -17,7 +17,7 @@ from paceline.world import rng_state, set_rng_state
 
 
 class ProcessSnapshot:
-    """The state of this process that jobs commonly change; :meth:`restore` puts it back."""
+    """The state of this process that jobs commonly change; ``restore`` puts it back."""
 
     def __init__(self) -> None:
         self._values = [(restore, read()) for read, restore in _STATE]

@@ -53,18 +53,21 @@ class JobRun:
         self._timeout = timeout
         self._ends: dict[int, JobOutcome | _Crash] = {}
         self._dismissed: set[int] = set()
+        self._on_gpu = False
         self.unfit: set[LiveRank] = set(ranks)
         """Ranks that must not get another job: all, until they have cleaned up after this one."""
 
-    def results(self, call: bytes, *, join: bool, device: str) -> list[Any]:
-        """Run it; the results by rank, or :class:`RankFailed` for the first rank that failed."""
+    def results(self, call: bytes, *, join: bool, device: str, share_gpu: bool) -> list[Any]:
+        """Run it; the results by rank, or ``RankFailed`` for the first rank that failed."""
         __tracebackhide__ = True  # pytest shows the rank's error, not how it came here
+        self._on_gpu = device.startswith("cuda")
         # A function that joins by torch's own means needs a store that nobody has used before.
         store = None if join else serve_store()
         port = self._server.store_port if store is None else store.port
         try:
             for number, rank in enumerate(self._ranks):
-                rank.send(pickle.dumps(self._job(call, number, port, join=join, device=device)))
+                job = self._job(call, number, port, join, device, share_gpu)
+                rank.send(pickle.dumps(job))
             self._wait_for_ends()
             # After a failure nobody cleans up: Gloo may still be trying to reach a rank that is
             # gone, and would reach the wrong one in the next job. Fresh ranks are cheap.
@@ -76,7 +79,9 @@ class JobRun:
         ends: list[Any] = [self._ends[number] for number in range(len(self._ranks))]
         return [pickle.loads(end.result) for end in ends]
 
-    def _job(self, call: bytes, number: int, port: int, *, join: bool, device: str) -> PoolJob:
+    def _job(
+        self, call: bytes, number: int, port: int, join: bool, device: str, share_gpu: bool
+    ) -> PoolJob:
         return PoolJob(
             call=call,
             environ=rank_environment(number, len(self._ranks), port),
@@ -84,6 +89,7 @@ class JobRun:
             path=sys.path[:],
             join=join,
             device=device,
+            share_gpu=share_gpu,
             # Longer than the job's own limit: a hang is then reported here, with stacks.
             timeout=self._timeout + 60,
             number=self._number,
@@ -162,7 +168,9 @@ class JobRun:
 
         def when(number: int) -> float:
             end = failures[number]
-            return end.time - _CASCADE if isinstance(end, _Crash) else end.time
+            # Torch aborts a process whose NCCL peer is gone: such a crash is what follows.
+            aborted = isinstance(end, _Crash) and end.exit_code == -signal.SIGABRT and self._on_gpu
+            return end.time - _CASCADE if isinstance(end, _Crash) and not aborted else end.time
 
         first = min(failures, key=when)
         end = failures[first]
@@ -233,7 +241,10 @@ def server_environment() -> dict[str, str]:
     # Connecting to a store makes torch look up the name of this machine's own address. Where the
     # name server does not answer, do not wait for it longer than need be.
     resolver = {"RES_OPTIONS": "timeout:1 attempts:1"}
-    return {**resolver, **kept, **_ONE_THREAD, "PYTHONPATH": path}
+    # A module that asks while it is imported whether there is a GPU must not wake the driver in
+    # the server: it does not survive a fork.
+    sleeping = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return {**resolver, **sleeping, **kept, **_ONE_THREAD, "PYTHONPATH": path}
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:

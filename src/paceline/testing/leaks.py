@@ -46,7 +46,7 @@ def serves_the_session(pid: int) -> None:
 
 
 class LeakCheck:
-    """Looks around when made, and again in :meth:`leaks`."""
+    """Looks around when made, and again in ``leaks``."""
 
     def __init__(self) -> None:
         self._environ = dict(os.environ)

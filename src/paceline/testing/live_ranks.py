@@ -47,7 +47,7 @@ class LiveRank:
         return [self.connection] if self._exit is None else [self.connection, self._exit]
 
     def send(self, message: bytes) -> None:
-        """Send a message; a rank that has ended is found by the next :meth:`receive`."""
+        """Send a message; a rank that has ended is found by the next ``receive``."""
         with contextlib.suppress(ConnectionError):
             self.connection.send_bytes(message)
 
@@ -91,7 +91,7 @@ class LiveRank:
 
 
 class RankServer:
-    """The process that imports torch once and forks ranks; see :mod:`paceline.testing.server`."""
+    """The process that imports torch once and forks ranks; see ``paceline.testing.server``."""
 
     def __init__(self, preload: Sequence[str], environ: Mapping[str, str]) -> None:
         self._preload = preload

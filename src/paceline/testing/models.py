@@ -77,7 +77,7 @@ def make_vectors(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> torch.utils.data.TensorDataset:
-    """A dataset of (vector, class) pairs that a linear rule separates, for :func:`make_mlp`."""
+    """A dataset of (vector, class) pairs that a linear rule separates, for ``make_mlp``."""
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(samples, inputs, generator=generator, dtype=torch.float64)
     rule = torch.randn(inputs, outputs, generator=generator, dtype=torch.float64)
@@ -92,7 +92,7 @@ def make_images(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> torch.utils.data.TensorDataset:
-    """A dataset of (3×size×size image, class) pairs, for :func:`make_resnet`."""
+    """A dataset of (3×size×size image, class) pairs, for ``make_resnet``."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (samples,), generator=generator)
     images = torch.randn(samples, 3, size, size, generator=generator, dtype=torch.float64)

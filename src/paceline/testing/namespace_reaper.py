@@ -2,7 +2,7 @@
 
     python -I -S namespace_reaper.py INODE...
 
-Started by :mod:`paceline.testing.hosts`, which holds the other end of its standard input: that
+Started by ``paceline.testing.hosts``, which holds the other end of its standard input: that
 ends with the program, however it ends.
 """
 

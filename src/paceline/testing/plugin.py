@@ -71,6 +71,7 @@ class Ranks:
         timeout: float | None = None,
         join: bool = True,
         device: str = "cpu",
+        share_gpu: bool = False,
     ) -> list[Any]:
         """``function(*arguments)`` on every rank; their results by rank. See ``RankPool.run``."""
         __tracebackhide__ = True
@@ -80,7 +81,13 @@ class Ranks:
                 "ranks(fn): how many? Mark the test @pytest.mark.world(2), or pass world_size=2."
             )
         return self.pool.run(
-            function, *arguments, world_size=size, timeout=timeout, join=join, device=device
+            function,
+            *arguments,
+            world_size=size,
+            timeout=timeout,
+            join=join,
+            device=device,
+            share_gpu=share_gpu,
         )
 
     run = __call__
@@ -88,7 +95,7 @@ class Ranks:
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Fails a test that leaves something behind; see :mod:`paceline.testing.leaks`.
+    """Fails a test that leaves something behind; see ``paceline.testing.leaks``.
 
     For a whole suite, put ``usefixtures = ["no_leaks"]`` into pytest's settings.
     """

@@ -1,7 +1,7 @@
 """A pool of live ranks: processes that have imported torch and wait for work.
 
 A multi-rank test then costs milliseconds. Ranks are forked from one server process (see
-:mod:`paceline.testing.server`), so that replacing one that crashed is cheap as well.
+``paceline.testing.server``), so that replacing one that crashed is cheap as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankPool:
     """Live ranks, ready to run functions together. Also a context manager.
 
     ``preload`` names modules to import once, in the process ranks are forked from. The pool starts
-    on its first :meth:`run`; nothing of it outlives :meth:`close` or the process that made it.
+    on its first ``run``; nothing of it outlives ``close`` or the process that made it.
     """
 
     def __init__(self, *, preload: Sequence[str] = (), timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -57,20 +57,23 @@ class RankPool:
         timeout: float | None = None,
         join: bool = True,
         device: str = "cpu",
+        share_gpu: bool = False,
     ) -> list[Any]:
         """Call ``function(*arguments)`` on ``world_size`` ranks at once; their results, by rank.
 
-        Each rank has joined a :class:`~paceline.World` on ``device``; with ``join=False`` it only
+        Each rank has joined a ``World`` on ``device``; with ``join=False`` it only
         has the launcher's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, …) in its
         environment. Ranks see this process's environment, working directory and ``sys.path`` as
-        they are now, and start every job with the same random state.
+        they are now, and start every job with the same random state. On ``device="cuda"`` each
+        rank needs a GPU of its own; with ``share_gpu=True`` more ranks than there are GPUs share
+        them, over NCCL.
 
         The function may be a closure or a lambda. It, its arguments and its result travel as
         pickles. What a job changes in its rank (environment, random state, default dtype, signal
         handlers, process group, …) is put back after it. What it prints is printed here.
 
         When a rank raises, exits, crashes or outlasts ``timeout`` seconds (default: the pool's),
-        :class:`~paceline.errors.RankFailed` is raised for the first that did, with its traceback,
+        ``RankFailed`` is raised for the first that did, with its traceback,
         and with the original exception as its cause. The ranks of that job are replaced.
         """
         __tracebackhide__ = True  # pytest shows the rank's error, not how it came here
@@ -84,13 +87,13 @@ class RankPool:
             self._jobs += 1
             job = JobRun(ranks, self._server, self._jobs, limit)
             try:
-                return job.results(call, join=join, device=device)
+                return job.results(call, join=join, device=device, share_gpu=share_gpu)
             finally:
                 _show_output(ranks)
                 self._retire(job.unfit)
 
     def close(self) -> None:
-        """End every rank and the server. A later :meth:`run` starts afresh."""
+        """End every rank and the server. A later ``run`` starts afresh."""
         if os.getpid() != self._owner:
             return  # a forked copy must not end its parent's ranks
         self._retire(list(self._ranks))
@@ -136,14 +139,22 @@ def run_ranks(
     timeout: float = DEFAULT_TIMEOUT,
     join: bool = True,
     device: str = "cpu",
+    share_gpu: bool = False,
 ) -> list[Any]:
-    """Run one function on ranks of its own, without pytest; see :meth:`RankPool.run`.
+    """Run one function on ranks of its own, without pytest; see ``RankPool.run``.
 
     Starting the ranks takes as long as importing torch. For more than one call, keep a
-    :class:`RankPool`.
+    ``RankPool``.
     """
     with RankPool(timeout=timeout) as pool:
-        return pool.run(function, *arguments, world_size=world_size, join=join, device=device)
+        return pool.run(
+            function,
+            *arguments,
+            world_size=world_size,
+            join=join,
+            device=device,
+            share_gpu=share_gpu,
+        )
 
 
 def _show_output(ranks: list[LiveRank]) -> None:

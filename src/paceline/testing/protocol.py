@@ -33,6 +33,7 @@ class PoolJob:
     path: list[str]
     join: bool
     device: str
+    share_gpu: bool
     timeout: float
     number: int
     """Counts the pool's jobs; each has its own part of the pool's store."""

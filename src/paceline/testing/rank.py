@@ -108,7 +108,7 @@ def _run(job: PoolJob, store: TCPStore) -> JobOutcome:
             place = read_environment()
             assert place is not None
             lend_store(place, PrefixStore(f"job/{job.number}", store))
-            World.init(device=job.device, timeout=job.timeout)
+            World.init(device=job.device, timeout=job.timeout, share_gpu=job.share_gpu)
         result = function(*arguments)
         if os.getpid() != process:
             os._exit(0)  # a child that the job forked came back from it: only its parent reports
@@ -177,6 +177,8 @@ def _clean_up(snapshot: ProcessSnapshot) -> tuple[list[str], bool]:
     _leave_world()
     snapshot.restore()
     gc.collect()  # models and loaders in cycles hold sockets and worker processes
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the GPU is not this rank's alone
     deadline = time.monotonic() + _SECONDS_FOR_CHILDREN_TO_END
     while children() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,6 +1,6 @@
 """The process that ranks are forked from: it imports torch once, so that a new rank is cheap.
 
-Started by :class:`~paceline.testing.pool.RankPool` as ``python -m paceline.testing.server FD
+Started by ``RankPool`` as ``python -m paceline.testing.server FD
 FOLDER MODULE…``. It answers requests on the control socket FD one at a time and reaps a rank only
 when asked to, so that a process id the pool holds is never anyone else's. When the pool's end of
 the socket closes (also by SIGKILL), it kills its ranks and exits.

@@ -2,7 +2,7 @@
 
     python -I -S slow_link.py NEAR FAR DELAY_SECONDS LOSS
 
-Started by :mod:`paceline.testing.hosts` in the namespace of the switch. Prints ``ready`` once the
+Started by ``paceline.testing.hosts`` in the namespace of the switch. Prints ``ready`` once the
 devices are there; ends when its standard input does, and the devices with it.
 """
 

@@ -87,7 +87,7 @@ def following(
 
 
 class _Feed:
-    """The thread behind :func:`following`."""
+    """The thread behind ``following``."""
 
     def __init__(
         self, run_dir: Path, trackers: Sequence[Tracker], shown: Callable[[], bool]

@@ -1,4 +1,4 @@
-"""What :class:`Trainer` and its ``fit`` refuse before anything is built."""
+"""What ``Trainer`` and its ``fit`` refuse before anything is built."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, TrainingError
+from paceline.checkpoint.folder import Folder
+from paceline.errors import CheckpointError, ConfigError, TrainingError
+from paceline.launch.environment import read_environment
 from paceline.launch.run_folder import check_name
-from paceline.trainer.callbacks import Callback
+from paceline.trainer.base import TrainerBase
+from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
 from paceline.trainer.evaluate import WholeSet
 
 
@@ -85,3 +88,41 @@ def check_restarts(max_restarts: int | None) -> None:
         raise TrainingError(
             f"fit: max_restarts={max_restarts!r} must be a whole number, 0 or more."
         )
+
+
+def check_folder(trainer: TrainerBase, resume: bool) -> None:
+    """Refuse to write over a run: a folder that holds one is continued or left alone."""
+    if trainer.run_dir is None:
+        if resume:
+            raise TrainingError("fit(resume=True) needs a run_dir to resume from.")
+        return
+    check_writable(trainer.run_dir)
+    restarted = (place := read_environment()) is not None and place.restart_count > 0
+    if resume or restarted:
+        return
+    assert trainer.checkpoint_dir is not None
+    folder = Folder(trainer.checkpoint_dir, dict(trainer.checkpoint.storage or {}) or None)
+    if folder.checkpoints() or folder.old_format():
+        raise CheckpointError(
+            f"{folder.where} already holds the checkpoints of a run. Pass resume=True to go "
+            "on with it, or choose another run_dir."
+        )
+
+
+def check_uses_of_val(trainer: TrainerBase, val: Any) -> None:
+    """Refuse what needs validation data, or a metric, that there is none of."""
+    best = trainer.checkpoint.best
+    if best is not None and val is None:
+        raise TrainingError(
+            f"Checkpointing(best={best!r}) needs validation data: pass val to fit()."
+        )
+    if best is not None and trainer.run_dir is None:
+        raise TrainingError(f"Checkpointing(best={best!r}) needs a run_dir to save to.")
+    watched = [] if best is None else [("Checkpointing(best=)", best)]
+    for callback in trainer.callbacks:
+        if isinstance(callback, EarlyStopping):
+            if val is None:
+                raise TrainingError("EarlyStopping needs validation data: pass val to fit().")
+            watched.append(("EarlyStopping", callback.metric))
+    for who, metric in watched:
+        value_of({"loss": 0.0, **dict.fromkeys(trainer.metrics, 0.0)}, metric, who)

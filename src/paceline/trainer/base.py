@@ -46,7 +46,7 @@ _ALONE: dict[str, Any] = {
 
 
 class TrainerBase:
-    """A trainer without its verbs; see :class:`paceline.Trainer`."""
+    """A trainer without its verbs; see ``paceline.Trainer``."""
 
     model: nn.Module
     loss: LossFunction | None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Callback:
     """Override what you need. Every rank calls every method, with the same values.
 
-    ``trainer`` is the :class:`paceline.Trainer`: its ``step``, ``epoch`` and ``engine`` say where
+    ``trainer`` is the ``paceline.Trainer``: its ``step``, ``epoch`` and ``engine`` say where
     the run is, and ``trainer.stop()`` on any rank ends the run on all of them after the current
     step. What ``state_dict`` returns is saved with each checkpoint and given back on resume.
     """

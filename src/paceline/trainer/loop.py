@@ -351,7 +351,7 @@ class Loop:
         return {name: getattr(self, name) for name in _SAVED}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there; nothing but what :meth:`state_dict` gives is taken over."""
+        """Go on from there; nothing but what ``state_dict`` gives is taken over."""
         for name, value in known_fields(state, _SAVED, "loop").items():
             setattr(self, name, value)
 

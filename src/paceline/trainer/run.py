@@ -46,6 +46,7 @@ def from_config(
     """
     world = World.init(
         device=config.launch.device,
+        share_gpu=config.launch.share_gpu,
         timeout=config.launch.timeout,
         hang_after=config.hangs.after or 0.0,
     )

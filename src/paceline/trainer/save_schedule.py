@@ -256,7 +256,7 @@ class Saves:
         self.reporter.emit(CheckpointFailed(step=step, reason=reason, error=error))
 
     def _hear(self, *, wait: bool) -> list[SaveOutcome]:
-        """As :meth:`tell`, and the callbacks hear of those that are good."""
+        """As ``tell``, and the callbacks hear of those that are good."""
         ended = self.tell(wait=wait)
         for outcome in ended:
             path = outcome.path

@@ -28,7 +28,7 @@ _WARM_UP = 2
 class StepSplits:
     """Measures the last steps of every ``every``, and reports them as events.
 
-    Every rank calls :meth:`after` after each step; now and then that is a collective.
+    Every rank calls ``after`` after each step; now and then that is a collective.
     """
 
     def __init__(self, engine: Engine, every: int | None, report: Callable[[Event], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a run says of its wire when it starts: in which form gradients travel, and from when on."""
+"""What a run reports when it starts: the format in which gradients are sent, and from when on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def starting_notes(engine: Engine, last_step: int | None) -> list[Note]:
 
 def _alone(compression: Compression) -> Note:
     return Note(
-        message=f"gradients would travel as {compression.formats}, but there is one data-parallel "
+        message=f"gradients would be sent as {compression.formats}, but there is one data-parallel "
         "rank, which has nobody to send them to (compress)"
     )
 
@@ -32,7 +32,7 @@ def _alone(compression: Compression) -> Note:
 def of_compression(
     compression: Compression, done: int, last_step: int | None, start: int | None
 ) -> Note:
-    """In which form gradients travel; ``start``: of the local steps, in which none do."""
+    """The format in which gradients are sent; ``start``: of the local steps, in which none are."""
     formats, warmup = compression.formats, compression.warmup
     synchronous = [step for step in (last_step, start) if step is not None]
     if synchronous and min(synchronous) <= warmup and warmup > done:
@@ -41,36 +41,36 @@ def of_compression(
         or_else = "raise local_steps.start" if start == over else "train for longer"
         return Note(
             level="warning",
-            message=f"no gradient will travel as {formats}: {ends} after "
-            f"{plural(over, 'step')}, and the first {warmup} travel as they are. Lower "
+            message=f"no gradient will be sent as {formats}: {ends} after "
+            f"{plural(over, 'step')}, and the first {warmup} are uncompressed. Lower "
             f"compress.warmup_steps, or {or_else}",
         )
     if done < warmup:
-        then = f" after {plural(warmup, 'step')} as they are (compress.warmup_steps)"
+        then = f" after {plural(warmup, 'uncompressed step')} (compress.warmup_steps)"
     else:
         then = ""
-    return Note(message=f"gradients travel as {formats}{then}")
+    return Note(message=f"gradients are sent as {formats}{then}")
 
 
 def of_local_steps(local_steps: LocalSteps, done: int, last_step: int | None) -> Note:
-    """How often replicas meet."""
+    """How often replicas synchronise."""
     every, start = local_steps.every, local_steps.start
     form = "" if local_steps.exchange == "none" else f", {local_steps.exchange}"
     parts = "" if local_steps.fragments == 1 else f", {local_steps.fragments} fragments in turn"
-    told = f"replicas meet every {plural(every, 'step')} ({local_steps.method}{form}{parts})"
+    told = f"replicas synchronise every {plural(every, 'step')} ({local_steps.method}{form}{parts})"
     if done < start:
-        told += f" after {plural(start, 'step')} together (local_steps.start)"
+        told += f" after {plural(start, 'synchronous step')} (local_steps.start)"
     if last_step is None or last_step - start >= every:
         return Note(message=told)
     if last_step <= start:
         return Note(
             level="warning",
             message=f"no step will be local: this run ends after {plural(last_step, 'step')}, and "
-            f"the first {start} are together. Lower local_steps.start, or train for longer",
+            f"the first {start} are synchronous. Lower local_steps.start, or train for longer",
         )
-    meets = "they meet" if local_steps.fragments == 1 else "much of the model meets"
+    last = "they do so" if local_steps.fragments == 1 else "much of the model does so"
     return Note(
         level="warning",
-        message=f"{told}, but this run ends after {plural(last_step, 'step')}: {meets} only at "
+        message=f"{told}, but this run ends after {plural(last_step, 'step')}: {last} only at "
         "its end. Lower local_steps.every, or train for longer",
     )

@@ -17,7 +17,7 @@ _NAMED = 3
 
 
 class WireReports:
-    """Every rank calls :meth:`after` after each step; now and then that is a collective.
+    """Every rank calls ``after`` after each step; now and then that is a collective.
 
     Replicas that train alone are not made to wait: they report when they meet.
     """
@@ -78,7 +78,7 @@ class WireReports:
 
 
 def left_alone_note(found: list[LeftAlone], total: int, step: Traffic) -> str | None:
-    """What of one ``step`` travels as it is, where that is a notable part of what was sent.
+    """What of one ``step`` is uncompressed, where that is a notable part of what was sent.
 
     ``found`` are the tensors that do, of ``total`` bytes in all.
     """
@@ -97,5 +97,5 @@ def left_alone_note(found: list[LeftAlone], total: int, step: Traffic) -> str | 
     options = ", ".join(dict.fromkeys(tensor.why for tensor in found))
     return (
         f"of the {size(step.sent)} of gradients that a rank sends in a step, {size(round(sent))} "
-        f"travel as they are: {told} ({options})"
+        f"are uncompressed: {told} ({options})"
     )

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Never
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.checkpoint.checkpoints import Checkpoints
-from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.saveable import Stateful, checked_objects
-from paceline.data import Loader, from_dataloader, loader, sizes_over
+from paceline.data import Loader, sizes_over
 from paceline.engine import Engine
-from paceline.engine.arguments import OptimizerFactory, Schedule, check_arguments, refuse_unknown
+from paceline.engine.arguments import LRSchedule, OptimizerFactory, check_arguments
 from paceline.engine.checks import check_rules_match
 from paceline.engine.loss import LossFunction
-from paceline.errors import CheckpointError, DataError, TrainingError
+from paceline.errors import TrainingError
 from paceline.events import FILE_NAME, Note
 from paceline.launch.environment import read_environment
 from paceline.launch.job import check_nproc
@@ -41,21 +38,30 @@ from paceline.options import (
     TensorParallel,
     TrainerOptions,
 )
+from paceline.options.arguments import refuse_unknown
 from paceline.options.engine import InitialWeights, Nonfinite, Randomness
 from paceline.options.engine import Precision as PrecisionName
-from paceline.options.rules import Combination, check_rules
+from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
 from paceline.track import Tracker
 from paceline.trainer.arguments import (
+    check_folder,
     check_length,
     check_looking_on,
     check_restarts,
     check_run_dir,
-    check_writable,
+    check_uses_of_val,
 )
 from paceline.trainer.base import TrainerBase
-from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
+from paceline.trainer.callbacks import Callback
 from paceline.trainer.evaluate import Metric
+from paceline.trainer.fit_data import (
+    check_batch_is_stated,
+    engine_options,
+    expect_all_ranks,
+    make_loader,
+    total_steps,
+)
 from paceline.trainer.fit_processes import fit_on_new_ranks
 from paceline.trainer.history import History, where_stopped
 from paceline.trainer.loop import Loop
@@ -69,17 +75,18 @@ class Trainer(TrainerBase):
     """Trains a model on a dataset, on whatever world it is started in.
 
     ``model``, ``loss``, ``optimizer`` and what is not listed here (``layout``, ``precision``,
-    ``clip_norm``, …) are those of :class:`paceline.Engine`.
+    ``clip_norm``, …) are those of ``paceline.Engine``.
 
     Args:
         global_batch: Samples per optimizer step, over all ranks. In Python not needed where the
             data is a torch DataLoader, whose batch size it then is.
         per_device_batch: Instead of global_batch: samples per forward pass on one rank.
             global_batch is then per_device_batch × data-parallel ranks × accumulate. A run that
-            goes on with other ranks keeps the global batch it began with.
+            is resumed on another number of ranks keeps the global batch it began with.
         accumulate: Forward passes whose gradients make one step, on each rank.
         run_dir: The run's folder for events and checkpoints. None keeps nothing on disk.
-        seed: Decides the order of samples, dropout and all else that is drawn.
+        seed: The seed of the order of samples, of dropout and of everything else that is
+            random.
         metrics: Validation metrics by name, called as metric(output, target) on each batch and
             returning its mean over the samples or a pair (sum, count); or paceline.WholeSet for
             metrics that need everything at once.
@@ -89,7 +96,7 @@ class Trainer(TrainerBase):
         data: How batches are drawn.
         evaluation: When to evaluate.
         checkpoint: What is saved and kept.
-        timeout: Seconds a rank waits for the others before giving up. None: 600.
+        timeout: Seconds a rank waits for the others before giving up. In Python None: 300.
         measure_memory: Measure the second step, and report the bytes on each rank as an event.
         split_every: Every this many steps, report where each rank's time went, and who is slow,
             as events. None: never.
@@ -124,7 +131,7 @@ class Trainer(TrainerBase):
         precision: PrecisionName = "fp32",
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        schedule: Schedule | None = None,
+        schedule: LRSchedule | None = None,
         compile: bool = False,
         nonfinite: Nonfinite = "stop",
         sync_batchnorm: bool = False,
@@ -144,7 +151,7 @@ class Trainer(TrainerBase):
         randomness: Randomness = "layout-free",
         **unknown: Never,
     ) -> None:
-        refuse_unknown(Trainer, unknown)
+        refuse_unknown(Trainer, unknown, beside=Trainer.fit)
         check_arguments(model, loss, optimizer)
         self.engine_options = EngineOptions.of(
             layout=layout,
@@ -211,10 +218,11 @@ class Trainer(TrainerBase):
         nproc: int | None = None,
         resume: bool = False,
         max_restarts: int | None = None,
+        **unknown: Never,
     ) -> History:
         """Train on ``train`` for ``epochs`` or ``steps``, evaluating on ``val``.
 
-        Both may be a dataset, a torch ``DataLoader`` or a :class:`paceline.data.Loader`. Started
+        Both may be a dataset, a torch ``DataLoader`` or a ``paceline.data.Loader``. Started
         by a launcher, the process joins its world; started by hand it trains alone, or with
         ``nproc`` brings up that many ranks, waits for them, and takes over what they learned. Ranks
         that die, or hang, are then started again up to ``max_restarts`` times in a row, from the
@@ -225,9 +233,10 @@ class Trainer(TrainerBase):
         them, saves a checkpoint where there is a ``run_dir``, and raises ``KeyboardInterrupt``, or
         after SIGTERM ``SystemExit`` (143 where the signal came, 75 on the other ranks).
         """
+        refuse_unknown(Trainer.fit, unknown, beside=Trainer)
         check_length(epochs, steps)
-        self._check_folder(resume)
-        self._check_uses_of_val(val)
+        check_folder(self, resume)
+        check_uses_of_val(self, val)
         check_restarts(max_restarts)
         if nproc is not None and read_environment() is None:
             check_nproc(nproc)
@@ -258,12 +267,10 @@ class Trainer(TrainerBase):
     def _check_layout(self, nproc: int, train: Any, val: Any, *, goes_on: bool) -> None:
         """What can be said of the layout and the batch on it before any rank is started."""
         options = self.engine_options
-        layout = Layout.parse(options.layout, world_size=nproc)
-        layout.check_world(nproc)
-        check_rules(Combination(layout, options))
+        layout = layout_in_world(options, nproc)
         check_rules_match(self.model, options.compress)
-        self._check_batch_is_stated(train, "train")
-        self._check_batch_is_stated(val, "val")
+        check_batch_is_stated(self.batch, train, "train")
+        check_batch_is_stated(self.batch, val, "val")
         if not isinstance(train, Loader):
             sizes_over(train, self.batch).on(layout.dp, exact=not goes_on)
 
@@ -277,20 +284,19 @@ class Trainer(TrainerBase):
         if not self.model.training:
             self.model.train()
         world.seed(self.seed)
+        restarted = world.restart_count > 0
+        options = engine_options(self, train, world, goes_on=resume or restarted)
         self._engine = Engine(
             self.model,
             optimizer=self.optimizer,
             loss=self.loss,
             world=world,
-            **self._engine_options(
-                train, world, goes_on=resume or world.restart_count > 0
-            ).arguments(),
+            **options.arguments(),
         )
         self.model, self.optimizer = self._engine.model, self._engine.optimizer
-        train_loader = self._loader(train, "train")
-        val_loader = None if val is None else self._loader(val, "val")
-        self._expect_all_ranks(train_loader, val_loader)
-        restarted = world.restart_count > 0
+        train_loader = make_loader(self, train, "train")
+        val_loader = None if val is None else make_loader(self, val, "val")
+        expect_all_ranks(train_loader, val_loader, alone=options.local_steps is not None)
         goes_on = self.checkpoint_dir is not None and (resume or restarted)
         reporter = self._reporter(world, goes_on)
         checkpoints = self._checkpoints(reporter, train_loader)
@@ -301,26 +307,14 @@ class Trainer(TrainerBase):
                 self,
                 train_loader,
                 val_loader,
-                total_steps=_total_steps(train_loader, epochs, steps),
+                total_steps=total_steps(train_loader, epochs, steps),
                 epochs=epochs,
                 reporter=reporter,
                 stops=stops,
                 checkpoints=checkpoints,
             )
             try:
-                went_on = False
-                if goes_on and checkpoints is not None:
-                    went_on = self._resume(loop, checkpoints)
-                elif restarted:
-                    told = "without a run_dir nothing was saved: the run starts from the beginning"
-                    reporter.emit(Note(message=told, level="warning"))
-                if self.checkpoint.start_from is not None and not went_on:
-                    path = load_weights(
-                        self._engine,
-                        self.checkpoint.start_from,
-                        key=self.checkpoint.digest_key,
-                    )
-                    reporter.emit(Note(message=f"starting with the weights of {path}"))
+                self._load_start(loop, checkpoints if goes_on else None, restarted)
                 self._tell_batch(loop, train_loader, val_loader)
                 history = loop.run()
                 clean = True
@@ -339,111 +333,6 @@ class Trainer(TrainerBase):
             stops.leave(where_stopped(history, self.run_dir))
         return history
 
-    def _engine_options(self, train: Any, world: World, *, goes_on: bool) -> EngineOptions:
-        """Those of the engine, with the bound on a pass that the sizes of a batch come to."""
-        options = self.engine_options
-        layout = Layout.parse(options.layout, world_size=world.size)
-        if isinstance(train, Loader):
-            if self.batch.per_device_batch is not None or self.batch.accumulate is not None:
-                raise DataError(
-                    "fit(train=Loader): the Loader has its own batch. Say per_device_batch and "
-                    "accumulate to paceline.loader(...), not to the Trainer."
-                )
-            train.follow(layout)
-            micro = train.microbatch
-        else:
-            micro = sizes_over(train, self.batch).on(layout.dp, exact=not goes_on).microbatch
-        if micro is None:
-            return options
-        BatchSizes(per_device_batch=micro, microbatch=options.microbatch)  # they agree
-        return replace(options, microbatch=micro)
-
-    def _loader(self, data: Any, name: str) -> Loader:
-        training = name == "train"
-        if isinstance(data, Loader):
-            data.follow(self.engine.layout)
-            return data
-        stated = self.batch.stated()
-        if self.global_batch is not None:
-            stated["accumulate"] = None  # it is the engine's, then: the batch is stated
-        options = self.data
-        if isinstance(data, DataLoader):
-            streamed = isinstance(data.dataset, IterableDataset)
-            return from_dataloader(
-                data,
-                **stated,
-                seed=self.seed,
-                layout=self.engine.layout,
-                sharded_by_rank=options.sharded_by_rank and (training or streamed),
-                compare=options.compare,
-            )
-        self._check_batch_is_stated(data, name)
-        streamed = not hasattr(data, "__getitem__")
-        return loader(
-            data,
-            **stated,
-            seed=self.seed,
-            shuffle=options.shuffle if training else False,
-            drop_last=options.drop_last and training,
-            workers=options.workers,
-            pin_memory=options.pin_memory,
-            collate_fn=options.collate_fn,
-            layout=self.engine.layout,
-            sharded_by_rank=options.sharded_by_rank and (training or streamed),
-            compare=options.compare,
-        )
-
-    def _check_batch_is_stated(self, data: Any, name: str) -> None:
-        if data is None or isinstance(data, Loader | DataLoader) or self.batch.says_global:
-            return
-        raise DataError(
-            f"fit({name}=…) got a {type(data).__name__}: pass global_batch= to the Trainer, "
-            "the samples per optimizer step over all ranks, or per_device_batch=, those that "
-            "one rank puts through the model at once."
-        )
-
-    def _expect_all_ranks(self, *loaders: Loader | None) -> None:
-        """All ranks read these loaders; those that train alone wait for each other less often."""
-        alone = self.engine_options.local_steps is not None
-        for each in loaders:
-            if each is not None:
-                each.expect_all_ranks(every_batch=not alone)
-
-    def _check_folder(self, resume: bool) -> None:
-        """A folder that holds a run is continued or left alone, never written over."""
-        if self.run_dir is None:
-            if resume:
-                raise TrainingError("fit(resume=True) needs a run_dir to resume from.")
-            return
-        check_writable(self.run_dir)
-        restarted = (place := read_environment()) is not None and place.restart_count > 0
-        if resume or restarted:
-            return
-        assert self.checkpoint_dir is not None
-        folder = Folder(self.checkpoint_dir, dict(self.checkpoint.storage or {}) or None)
-        if folder.checkpoints() or folder.old_format():
-            raise CheckpointError(
-                f"{folder.where} already holds the checkpoints of a run. Pass resume=True to go "
-                "on with it, or choose another run_dir."
-            )
-
-    def _check_uses_of_val(self, val: Any) -> None:
-        best = self.checkpoint.best
-        if best is not None and val is None:
-            raise TrainingError(
-                f"Checkpointing(best={best!r}) needs validation data: pass val to fit()."
-            )
-        if best is not None and self.run_dir is None:
-            raise TrainingError(f"Checkpointing(best={best!r}) needs a run_dir to save to.")
-        watched = [] if best is None else [("Checkpointing(best=)", best)]
-        for callback in self.callbacks:
-            if isinstance(callback, EarlyStopping):
-                if val is None:
-                    raise TrainingError("EarlyStopping needs validation data: pass val to fit().")
-                watched.append(("EarlyStopping", callback.metric))
-        for who, metric in watched:
-            value_of({"loss": 0.0, **dict.fromkeys(self.metrics, 0.0)}, metric, who)
-
     def _tell_batch(self, loop: Loop, train: Loader, val: Loader | None) -> None:
         """What there is to say of the batch size, as an event; of the validation data, nothing."""
         if val is not None:
@@ -451,7 +340,7 @@ class Trainer(TrainerBase):
         if (note := train.take_note()) is not None:
             loop.reporter.emit(Note(message=note))
             if loop.epochs is not None:  # a resume may have brought another global batch
-                loop.total_steps = _total_steps(train, loop.epochs, None)
+                loop.total_steps = total_steps(train, loop.epochs, None)
 
     def _checkpoints(self, reporter: Reporter, train: Loader) -> Checkpoints | None:
         if self.checkpoint_dir is None:
@@ -464,6 +353,19 @@ class Trainer(TrainerBase):
             options=self.checkpoint,
             report=reporter.emit,
         )
+
+    def _load_start(self, loop: Loop, checkpoints: Checkpoints | None, restarted: bool) -> None:
+        """Give the model what the run starts from: the newest of ``checkpoints``, or weights."""
+        went_on = False
+        if checkpoints is not None:
+            went_on = self._resume(loop, checkpoints)
+        elif restarted:
+            told = "without a run_dir nothing was saved: the run starts from the beginning"
+            loop.reporter.emit(Note(message=told, level="warning"))
+        start, key = self.checkpoint.start_from, self.checkpoint.digest_key
+        if start is not None and not went_on:
+            path = load_weights(self.engine, start, key=key)
+            loop.reporter.emit(Note(message=f"starting with the weights of {path}"))
 
     def _resume(self, loop: Loop, checkpoints: Checkpoints) -> bool:
         restored = checkpoints.restore()
@@ -491,10 +393,3 @@ class Trainer(TrainerBase):
             raise TrainingError(
                 f"cannot write events to {self.events_dir}: {error}. Choose another run_dir."
             ) from error
-
-
-def _total_steps(train: Loader, epochs: int | None, steps: int | None) -> int | None:
-    if steps is not None:
-        return steps
-    assert epochs is not None
-    return None if train.steps_per_epoch is None else epochs * train.steps_per_epoch

@@ -51,7 +51,8 @@ def load_weights(
             best by; or the number of a step.
         strict: refuse weights that the checkpoint lacks or the model does not have. Without it
             those are left as they are. Shapes have to agree either way.
-        metric, mode: another metric for ``"best"``, and whether ``"min"`` or ``"max"`` is better.
+        metric: another metric for ``"best"``.
+        mode: with ``metric``, whether ``"min"`` or ``"max"`` is better.
         follow: go where the run's config says that its checkpoints are, also to other hosts.
         key: take only what was written with this key, ``env:NAME`` or ``file:/path``.
 
@@ -92,7 +93,7 @@ def _check_arguments(model: Any, where: Any, which: Any, strict: Any) -> None:
     is_step = isinstance(which, int) and not isinstance(which, bool) and which >= 0
     if not is_step and which not in ("best", "last"):
         raise TrainingError(
-            f"load_weights: which={which!r} must be 'best', 'last' or the number of a step."
+            f"load_weights: which={which!r} must be one of last, best, or the number of a step."
         )
     if not isinstance(strict, bool):
         raise TrainingError(f"load_weights: strict={strict!r} must be True or False.")

@@ -38,7 +38,7 @@ def agree_on_call(
     """Wait until all members make the same ``call``; returns the ``number`` each one brought.
 
     ``problem`` is why this rank refuses its own call: it is raised here, and the other members
-    raise :class:`CollectiveMismatch`. With ``checks=False`` nobody is met: a problem is raised at
+    raise ``CollectiveMismatch``. With ``checks=False`` nobody is met: a problem is raised at
     once and the numbers are not exchanged.
     """
     if group.size == 1 or not checks:

@@ -3,9 +3,9 @@
 Ranks are always named by their rank in the whole world, also in a group. Results carry no
 gradient. A tensor may be of any dtype, on any device, non-contiguous, empty or zero-dimensional.
 
-Before data moves, ranks compare what they are about to do (see :mod:`paceline.world.agreement`):
+Before data moves, ranks compare what they are about to do (see ``paceline.world.agreement``):
 a rank with another operation, shape, dtype or argument makes **every** rank raise
-:class:`~paceline.errors.CollectiveMismatch`, naming each rank's call. ``checks=False``, here or in
+``CollectiveMismatch``, naming each rank's call. ``checks=False``, here or in
 ``World.init``, saves that exchange; it must be the same on all ranks.
 """
 
@@ -101,7 +101,7 @@ def all_gather(
 ) -> list[torch.Tensor]:
     """Every rank's ``tensor``, in rank order; all must have the same shape and dtype.
 
-    For different shapes use :func:`all_to_all`, or :func:`all_gather_object` for small things.
+    For different shapes use ``all_to_all``, or ``all_gather_object`` for small things.
     """
     members = resolve_group(group, "all_gather")
     problem = tensor_problem("all_gather", tensor)
@@ -127,7 +127,7 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Reduce ``tensor`` over all ranks; each gets its own slice of dimension 0 of the result.
 
-    Dimension 0 must be a multiple of the number of ranks. ``op`` as in :func:`all_reduce`; the
+    Dimension 0 must be a multiple of the number of ranks. ``op`` as in ``all_reduce``; the
     sum is taken in rank order, 16-bit floats in float32.
     """
     members = resolve_group(group, "reduce_scatter")

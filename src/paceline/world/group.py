@@ -13,7 +13,7 @@ from paceline.errors import WorldError
 
 
 class Group:
-    """Some ranks of a world, in ascending order; made by :meth:`World.group`.
+    """Some ranks of a world, in ascending order; made by ``World.group``.
 
     ``process_group`` is torch's own object, for code that talks to ``torch.distributed``
     directly; it is ``None`` in a world of one and on ranks that are not members.

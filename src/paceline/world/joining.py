@@ -15,6 +15,7 @@ from paceline.diagnose.hangs import flight_recorder
 from paceline.diagnose.hangs.watch import Watch, WatchedRank
 from paceline.diagnose.pulse import Pulse
 from paceline.errors import WorldError
+from paceline.formatting import one_of
 from paceline.launch.environment import Environment, loopback_interfaces
 from paceline.launch.listening import is_loopback, listen
 from paceline.world.objects import agree_on_key
@@ -29,11 +30,13 @@ _worlds_joined: dict[tuple[str, int, int], int] = {}
 _lent: set[tuple[str, int, int]] = set()
 
 
-def choose_device(device: str | torch.device, backend: str, env: Environment) -> torch.device:
+def choose_device(
+    device: str | torch.device, backend: str, env: Environment, *, share_gpu: bool = False
+) -> torch.device:
     """The device of this rank; ``auto`` is its own GPU where there is one, else the CPU."""
     if device == "auto":
         if backend != "gloo" and torch.cuda.is_available():
-            return _own_gpu(env)
+            return _own_gpu(env, share_gpu)
         return torch.device("cpu")
     try:
         chosen = torch.device(device)
@@ -49,7 +52,7 @@ def choose_device(device: str | torch.device, backend: str, env: Environment) ->
             "install a CUDA build of torch on a machine with a GPU."
         )
     if chosen.index is None:
-        return _own_gpu(env)
+        return _own_gpu(env, share_gpu)
     if chosen.index >= torch.cuda.device_count():
         raise WorldError(
             f"device={str(device)!r} but this machine has {torch.cuda.device_count()} GPUs: the "
@@ -58,21 +61,53 @@ def choose_device(device: str | torch.device, backend: str, env: Environment) ->
     return chosen
 
 
-def _own_gpu(env: Environment) -> torch.device:
+def _own_gpu(env: Environment, share_gpu: bool) -> torch.device:
     gpus = torch.cuda.device_count()
-    if env.local_size > gpus:
+    if env.local_size > gpus and not share_gpu:
         raise WorldError(
             f"{env.local_size} ranks on this machine but only {gpus} GPU(s): each rank needs "
-            f"its own. Start {gpus} ranks or fewer, use device='cpu', or let ranks share a GPU "
-            "with World.init(backend='gloo', device='cuda:0')."
+            f"its own. Start {gpus} ranks or fewer, use device='cpu', or, for a test, let ranks "
+            "share GPUs with World.init(share_gpu=True)."
         )
-    return torch.device("cuda", env.local_rank)
+    return torch.device("cuda", env.local_rank % gpus)
+
+
+def check_sharing(env: Environment, backend: str, device: torch.device) -> None:
+    """Refuse ``share_gpu=True`` where there is nothing to share, or nobody to share it with."""
+    if device.type != "cuda":
+        raise WorldError(
+            f"share_gpu=True lets ranks share GPUs, but this rank's device is {device} (CUDA "
+            f"available: {torch.cuda.is_available()}). Leave share_gpu out, or run where torch "
+            "finds a GPU."
+        )
+    if backend != "nccl":
+        raise WorldError(
+            f"share_gpu=True is for NCCL, but backend={backend!r}. Leave share_gpu out: over Gloo "
+            "ranks may share a GPU as it is, with device='cuda:0'."
+        )
+    if env.nodes > 1:
+        raise WorldError(
+            f"share_gpu=True is for tests on one machine, but this world has {env.nodes}. Leave "
+            "it out, and start as many ranks on each machine as it has GPUs."
+        )
+
+
+def share_gpus() -> None:
+    """Let NCCL take this process for a host of its own, or it refuses two ranks on one GPU.
+
+    What they send each other then goes through sockets: slow, with NCCL's own streams, order and
+    errors. By process, not by rank: NCCL reads the name once in the life of a process, and live
+    ranks of a pool change their rank from job to job.
+    """
+    os.environ["NCCL_HOSTID"] = f"paceline-{os.getpid()}"
+    os.environ["NCCL_IB_DISABLE"] = "1"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
     """``nccl`` for CUDA and ``gloo`` for the rest, unless asked otherwise."""
     if backend not in BACKENDS:
-        raise WorldError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}.")
+        raise WorldError(f"backend={backend!r} must be {one_of(BACKENDS)}.")
     if backend == "auto":
         return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     if backend == "nccl":

@@ -11,7 +11,7 @@ from paceline.layout import Layout
 from paceline.world.sealing import sealed
 
 AXES = ("pp", "copies", "shards", "cp", "tp")
-"""The names of a mesh's axes, outermost first; :meth:`Layout.coordinate` counts the same way."""
+"""The names of a mesh's axes, outermost first; ``Layout.coordinate`` counts the same way."""
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

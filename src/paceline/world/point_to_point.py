@@ -20,10 +20,10 @@ _HEADER = 512
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group | None = None) -> None:
-    """Send ``tensor`` to rank ``dst``, which must call :func:`recv`; returns once it is taken.
+    """Send ``tensor`` to rank ``dst``, which must call ``recv``; returns once it is taken.
 
     Two ranks that both send first wait for each other until the timeout: let one of them receive
-    first, or use :func:`all_to_all`.
+    first, or use ``all_to_all``.
     """
     members = resolve_group(group, "send")
     _require_peer(members, dst, "send", "dst")
@@ -47,10 +47,10 @@ def send(tensor: torch.Tensor, dst: int, group: Group | None = None) -> None:
 
 
 def recv(src: int, out: torch.Tensor | None = None, group: Group | None = None) -> torch.Tensor:
-    """The tensor rank ``src`` sends with :func:`send`.
+    """The tensor rank ``src`` sends with ``send``.
 
     With ``out`` it is written there (and ``out`` returned): shape and dtype must be those sent,
-    else :class:`CollectiveMismatch` is raised, the message is dropped and the next one can be
+    else ``CollectiveMismatch`` is raised, the message is dropped and the next one can be
     received. Without, a new tensor is made, on this rank's device if the sender's was of its kind.
     """
     members = resolve_group(group, "recv")

@@ -32,7 +32,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every stream :func:`seed_everything` seeds, for :func:`set_rng_state`.
+    """The state of every stream ``seed_everything`` seeds, for ``set_rng_state``.
 
     Tensors, numbers and strings only: it loads with ``torch.load(weights_only=True)``. On CUDA it
     is the state of the current device.
@@ -46,7 +46,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put every stream back to where :func:`rng_state` saw it.
+    """Put every stream back to where ``rng_state`` saw it.
 
     A stream that ``state`` does not hold (numpy was not imported, there was no GPU) is left alone.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from paceline.errors import WorldError
+from paceline.formatting import one_of
 
 REDUCE_OPS = ("sum", "mean", "max", "min", "product")
 
@@ -79,7 +80,7 @@ def reduce_problem(call: str, op: object, dtype: torch.dtype) -> WorldError | No
     """Why ``op`` has no answer for ``dtype``, if it has none."""
     name = str(dtype).removeprefix("torch.")
     if op not in REDUCE_OPS:
-        return WorldError(f"{call}: op={op!r} must be one of {', '.join(REDUCE_OPS)}.")
+        return WorldError(f"{call}: op={op!r} must be {one_of(REDUCE_OPS)}.")
     if dtype not in _REDUCED:
         return WorldError(
             f"{call}: {name} can be moved but not reduced. Convert it first, to float32 or int64."
@@ -108,7 +109,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def from_bytes(
     data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """The reverse of :func:`as_bytes`; ``data`` must own its memory from its first byte."""
+    """The reverse of ``as_bytes``; ``data`` must own its memory from its first byte."""
     return data.view(dtype).reshape(shape).to(device)
 
 

@@ -23,14 +23,17 @@ from paceline.diagnose.pulse import Pulse
 from paceline.errors import WorldError
 from paceline.launch.environment import Environment, read_environment
 from paceline.layout import Layout
+from paceline.torch_internals import abort_process_groups
 from paceline.world.agreement import agree_on_call
 from paceline.world.barrier import Barrier
 from paceline.world.group import Group, backend_by_device, check_ranks
 from paceline.world.joining import (
+    check_sharing,
     choose_backend,
     choose_device,
     join,
     record_collectives,
+    share_gpus,
     start_watch,
 )
 from paceline.world.mesh import group_of_one, make_mesh
@@ -44,8 +47,8 @@ DEFAULT_TIMEOUT = 300.0
 class World:
     """The processes of one run. One process alone is a world too: nothing needs a launcher.
 
-    Join with :meth:`World.init`, as a context manager or with :meth:`close` at the end. A process
-    is in one world at a time; :meth:`World.current` finds it from anywhere.
+    Join with ``World.init``, as a context manager or with ``close`` at the end. A process
+    is in one world at a time; ``World.current`` finds it from anywhere.
     """
 
     rank: int
@@ -55,6 +58,8 @@ class World:
     node: int
     nodes: int
     device: torch.device
+    shares_gpu: bool
+    """Whether ranks of this world may share a GPU; for tests."""
     backend: str
     """``gloo`` or ``nccl``; ``none`` for a process that no launcher started."""
     restart_count: int
@@ -74,12 +79,13 @@ class World:
         checks: bool,
         owns_group: bool,
         store: Store | None,
+        shares_gpu: bool = False,
     ) -> None:
         self.rank, self.size = env.rank, env.size
         self.local_rank, self.local_size = env.local_rank, env.local_size
         self.node, self.nodes = env.node, env.nodes
         self.restart_count = env.restart_count
-        self.device, self.backend = device, backend
+        self.device, self.backend, self.shares_gpu = device, backend, shares_gpu
         self.timeout, self.checks = timeout, checks
         self._address = None if env.address is None else f"{env.address}:{env.port}"
         self._owns_group = owns_group
@@ -105,6 +111,7 @@ class World:
         timeout: float | None = None,
         checks: bool | None = None,
         hang_after: float | None = None,
+        share_gpu: bool = False,
     ) -> World:
         """Join the world the launcher describes (``RANK``, ``WORLD_SIZE``, …), or run alone.
 
@@ -113,13 +120,15 @@ class World:
         300) bounds the wait for other ranks, here and in every collective. ``checks=False``
         switches off the comparison of calls before each collective; it must be the same on all
         ranks. Ranks that have not moved for ``hang_after`` seconds (default 60, 0: never) are
-        reported with what they wait for; see docs/guides/hangs.md.
+        reported with what they wait for; see docs/guides/hangs.md. ``share_gpu=True`` is for
+        tests: more ranks than this machine has GPUs share them over real NCCL, slowly; see
+        docs/guides/testing.md.
 
         A process group that someone else initialised is used, and left alone on close. Joining
         again returns the world already joined; asking it for different settings is refused.
         """
         if cls._joined is not None:
-            return cls._joined._require_same(backend, device, timeout, checks)
+            return cls._joined._require_same(backend, device, timeout, checks, share_gpu)
         seconds = DEFAULT_TIMEOUT if timeout is None else timeout
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise WorldError(f"timeout={timeout!r} must be a number of seconds above 0.")
@@ -127,11 +136,17 @@ class World:
         after = chosen_after(hang_after)
         env = read_environment()
         if dist.is_available() and dist.is_initialized():
+            if share_gpu:
+                raise WorldError(
+                    "share_gpu=True, but a process group is already initialised, and NCCL has "
+                    "made up its mind about this host. Call World.init before "
+                    "torch.distributed.init_process_group, or leave share_gpu out."
+                )
             world = cls._adopt(env, backend, device, limit, checks is not False)
         else:
             if after:
                 record_collectives(env)
-            world = cls._join(env, backend, device, limit, checks is not False)
+            world = cls._join(env, backend, device, limit, checks is not False, share_gpu)
         if after and env is not None:
             world._watch = start_watch(env, world.pulse, after)
         cls._joined = world
@@ -139,7 +154,7 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """The world this process has joined; joins by :meth:`World.init` when there is none."""
+        """The world this process has joined; joins by ``World.init`` when there is none."""
         return cls._joined if cls._joined is not None else cls.init()
 
     @classmethod
@@ -150,11 +165,15 @@ class World:
         device: str | torch.device,
         timeout: timedelta,
         checks: bool,
+        share_gpu: bool,
     ) -> World:
         alone = env is None or env.address is None
         env = env or _ALONE
-        chosen = choose_device(device, backend, env)
+        chosen = choose_device(device, backend, env, share_gpu=share_gpu)
         name = choose_backend(backend, chosen)
+        if share_gpu:
+            check_sharing(env, name, chosen)
+            share_gpus()
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         store = None if alone else join(env, name, chosen, timeout, checks)
@@ -166,6 +185,7 @@ class World:
             checks=checks,
             owns_group=not alone,
             store=store,
+            shares_gpu=share_gpu,
         )
 
     @classmethod
@@ -236,6 +256,7 @@ class World:
             "address": self._address,
             "timeout": self.timeout.total_seconds(),
             "checks": self.checks,
+            "shares_gpu": self.shares_gpu,
             "restart_count": self.restart_count,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -305,7 +326,10 @@ class World:
         # A forked child holds a copy of this object, not of the connections.
         if self._pid != os.getpid() or not (dist.is_available() and dist.is_initialized()):
             return
-        if self._owns_group:
+        if self._owns_group and failed and self.backend == "nccl":
+            # NCCL would wait for what is under way, and the others may be waiting for this rank.
+            abort_process_groups()
+        elif self._owns_group:
             dist.destroy_process_group()
         else:
             self._groups.destroy()
@@ -330,7 +354,7 @@ class World:
     def wait_at_barrier(
         self, group: Group, timeout: timedelta | None, problem: WorldError | None
     ) -> None:
-        """What :func:`collectives.barrier` does, with the store to name the ranks that miss."""
+        """What ``collectives.barrier`` does, with the store to name the ranks that miss."""
         name = "barrier" if group is self.everyone else f"barrier of {list(group.ranks)}"
         self._barrier.wait(group, name, timeout, problem)
 
@@ -344,6 +368,7 @@ class World:
         device: str | torch.device,
         timeout: float | None,
         checks: bool | None,
+        share_gpu: bool,
     ) -> World:
         """This world, unless what is asked differs from how it was joined."""
         wanted = {
@@ -351,12 +376,14 @@ class World:
             "device": None if device == "auto" else str(device),
             "timeout": timeout,
             "checks": checks,
+            "share_gpu": share_gpu or None,
         }
         have = {
             "backend": self.backend,
             "device": str(self.device),
             "timeout": self.timeout.total_seconds(),
             "checks": self.checks,
+            "share_gpu": self.shares_gpu,
         }
         if wanted["device"] == self.device.type:
             wanted["device"] = None

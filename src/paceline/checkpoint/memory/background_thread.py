@@ -19,7 +19,7 @@ class BackgroundThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Have it do ``job``, once :meth:`wait` has returned for the one before."""
+        """Have it do ``job``, once ``wait`` has returned for the one before."""
         if self._thread is None:
             name = "paceline-snapshot"
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)

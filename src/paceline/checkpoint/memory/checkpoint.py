@@ -40,7 +40,7 @@ class FileSource:
 class MemoryCheckpoint(Checkpoint):
     """A whole snapshot in the memory of nodes, all of it checked. Close it when it is loaded.
 
-    Objects can be read at once. Tensors need :meth:`load`, which brings to this node what it
+    Objects can be read at once. Tensors need ``load``, which brings to this node what it
     lacks of them. ``rung`` says whether it took a partner's copy to make it whole.
     """
 
@@ -80,7 +80,7 @@ class MemoryCheckpoint(Checkpoint):
         self._files.add_bytes(f"{self.name}/{_OBJECTS}", bytes(together))
 
     def load(self, parts: Mapping[str, Part]) -> None:
-        """Fill the memory of ``parts``, as :func:`save_load.load` does. Called by all ranks."""
+        """Fill the memory of ``parts``, as ``save_load.load`` does. Called by all ranks."""
         self.bring(parts)
         load(self, parts, self._nodes.group)
 

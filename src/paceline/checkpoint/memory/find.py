@@ -61,7 +61,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A snapshot of which nodes hold segments; :meth:`open` checks whether they are all of it."""
+    """A snapshot of which nodes hold segments; ``open`` checks whether they are all of it."""
 
     step: int
     ranks: int

@@ -41,19 +41,19 @@ class OpenFiles(Storage):
             self.drop(path)
 
     def names(self, folder: str = "") -> list[str]:
-        """See :meth:`Storage.names`."""
+        """See ``Storage.names``."""
         inside = f"{folder}/" if folder else ""
         paths = (path.removeprefix(inside) for path in self._files if path.startswith(inside))
         return sorted({path.partition("/")[0] for path in paths})
 
     def size(self, path: str) -> int | None:
-        """See :meth:`Storage.size`."""
+        """See ``Storage.size``."""
         if path not in self._files:
             return None
         return self._files[path].there()
 
     def open_read(self, path: str) -> ReadableFile:
-        """See :meth:`Storage.open_read`."""
+        """See ``Storage.open_read``."""
         if path not in self._files:
             raise CheckpointError(f"{self.full(path)} is not in the memory of this node.")
         return self._files[path]

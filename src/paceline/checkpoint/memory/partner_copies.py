@@ -81,7 +81,7 @@ class Outgoing:
 class Incoming:
     """What the rank ``source`` will send: ``room`` gives memory for parts of these sizes.
 
-    It may refuse by a :class:`CheckpointError`: then nothing is sent.
+    It may refuse by a ``CheckpointError``: then nothing is sent.
     """
 
     source: int

@@ -35,7 +35,7 @@ class Segment:
         self._pinned = False
 
     def has_room(self, size: int) -> bool:
-        """Whether :meth:`reserve` would do nothing: neither too small nor far too large."""
+        """Whether ``reserve`` would do nothing: neither too small nor far too large."""
         have = len(self.memory)
         return max(size, 1) <= have <= 2 * size + 4 * _SLACK
 

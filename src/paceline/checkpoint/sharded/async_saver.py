@@ -20,7 +20,7 @@ from paceline.checkpoint.sharded.write_share import OwnBoxes
 from paceline.errors import CheckpointError
 
 _AT_EXIT_S = 10.0
-"""How long a process that ends without :meth:`AsyncSaver.close` waits for the save in flight: a
+"""How long a process that ends without ``AsyncSaver.close`` waits for the save in flight: a
 thread that comes back from a collective while Python shuts down would abort the process."""
 
 
@@ -74,7 +74,7 @@ class AsyncSaver:
         """Begin to save; the seconds waited for the save before this one to end.
 
         Called by all ranks, in the same order. When it returns, ``state`` may change. What becomes
-        of it is reported by :meth:`finished`: it never raises because a save failed, nor because
+        of it is reported by ``finished``: it never raises because a save failed, nor because
         this rank's copy did.
         """
         if self._closed:
@@ -109,12 +109,12 @@ class AsyncSaver:
         return outcomes
 
     def wait(self) -> list[SaveOutcome]:
-        """Wait for the save in flight; then as :meth:`finished`."""
+        """Wait for the save in flight; then as ``finished``."""
         self._join()
         return self.finished()
 
     def close(self) -> list[SaveOutcome]:
-        """Wait for the save in flight and give the memory back; then as :meth:`finished`."""
+        """Wait for the save in flight and give the memory back; then as ``finished``."""
         self._closed = True
         self._join()
         self._copy.free()

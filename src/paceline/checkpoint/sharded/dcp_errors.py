@@ -54,7 +54,7 @@ def run_dcp(what: str, call: Callable[..., T], group: dist.ProcessGroup | None, 
     """``call``, one of ``dcp.save`` and ``dcp.load``, by all ranks of ``group``.
 
     Without a group, by this process alone. A rank that fails makes all ranks raise the same
-    :class:`RanksFailed`; one that dies makes the others raise ``CheckpointError`` within the
+    ``RanksFailed``; one that dies makes the others raise ``CheckpointError`` within the
     timeout of the group.
     """
     if group is None:

@@ -40,7 +40,7 @@ _PLAIN = "Let it hold tensors, numbers, strings, lists and dicts only. Nothing w
 
 
 class StateSavePlanner(SavePlanner):
-    """Saves a :class:`RankState`; ``problem`` is why this rank has none to give, if it has none."""
+    """Saves a ``RankState``; ``problem`` is why this rank has none to give, if it has none."""
 
     def __init__(self, step: int, state: RankState, problem: str | None = None) -> None:
         self._step = step

@@ -21,8 +21,8 @@ _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 class HostCopy:
     """One buffer that a state is copied into, again and again.
 
-    It grows to the largest state it was given and is kept until :meth:`free`. It is pinned where
-    the state has CUDA tensors, if the system lets us: see :attr:`pinned`.
+    It grows to the largest state it was given and is kept until ``free``. It is pinned where
+    the state has CUDA tensors, if the system lets us: see ``pinned``.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class HostCopy:
         return self._unpin is not None
 
     def reserve(self, state: RankState) -> None:
-        """Make room for ``state``, so that the first :meth:`take` is as fast as any other."""
+        """Make room for ``state``, so that the first ``take`` is as fast as any other."""
         size = sum(_room(piece.tensor) for piece in _pieces(state.tensors))
         on_cuda = _on_cuda(state)
         if size <= self._buffer.numel() and (self.pinned or not on_cuda):
@@ -77,7 +77,7 @@ class HostCopy:
         return RankState(dict(self._copies), objects)
 
     def free(self) -> None:
-        """Give the memory back. What :meth:`take` returned keeps it alive while it is in use."""
+        """Give the memory back. What ``take`` returned keeps it alive while it is in use."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None

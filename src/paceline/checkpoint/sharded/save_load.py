@@ -58,7 +58,7 @@ def save_measured(
     read_back: bool = True,
     problem: str | None = None,
 ) -> tuple[Checkpoint, int]:
-    """Like :func:`save`; and how many bytes all ranks wrote, without reading the manifest."""
+    """Like ``save``; and how many bytes all ranks wrote, without reading the manifest."""
     if step < 0:
         raise CheckpointError(f"step {step}: steps are counted from 0.")
     checkpoint = folder.get(step)
@@ -87,7 +87,7 @@ def load(
     shapes and dtypes must be those that were saved. Every byte is checked before it counts: where
     this raises, what ``parts`` hold is undefined. All ranks return, or all raise
     ``CheckpointError`` with the reason of the first one that failed. For ``group`` see
-    :func:`save`.
+    ``save``.
     """
     run_dcp(
         f"loading {checkpoint.path}",

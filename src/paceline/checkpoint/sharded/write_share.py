@@ -24,7 +24,7 @@ from paceline.errors import CheckpointError
 class WriteShare:
     """The boxes that this rank copies, and where in its file each begins.
 
-    Holds for every state of the structure it was made for; :meth:`fits` says so.
+    Holds for every state of the structure it was made for; ``fits`` says so.
     """
 
     def __init__(self, state: RankState, items: Sequence[WriteItem], file: str) -> None:
@@ -142,7 +142,7 @@ class OwnBoxes:
 def object_texts(objects: Mapping[str, object]) -> tuple[dict[str, bytes], str | None]:
     """Objects as torch saves them, or why they cannot be.
 
-    Whether they can be loaded again is for :func:`check_loadable`, which takes longer.
+    Whether they can be loaded again is for ``check_loadable``, which takes longer.
     """
     texts: dict[str, bytes] = {}
     try:

@@ -28,7 +28,7 @@ class LocalStorage(Storage):
         self.where = str(self.root)
 
     def names(self, folder: str = "") -> list[str]:
-        """See :meth:`Storage.names`."""
+        """See ``Storage.names``."""
         with self._explained("list", folder):
             try:
                 return sorted(os.listdir(self.root / folder))
@@ -36,7 +36,7 @@ class LocalStorage(Storage):
                 return []
 
     def size(self, path: str) -> int | None:
-        """See :meth:`Storage.size`."""
+        """See ``Storage.size``."""
         with self._explained("look at", path):
             try:
                 found = os.stat(self.root / path)
@@ -45,12 +45,12 @@ class LocalStorage(Storage):
         return found.st_size if stat.S_ISREG(found.st_mode) else None  # reading a pipe would hang
 
     def open_read(self, path: str) -> ReadableFile:
-        """See :meth:`Storage.open_read`."""
+        """See ``Storage.open_read``."""
         with self._explained("read", path):
             return _LocalFile(self, path)
 
     def create(self, path: str, chunks: Iterable[memoryview]) -> None:
-        """See :meth:`Storage.create`. A file that is there already is refused."""
+        """See ``Storage.create``. A file that is there already is refused."""
         full = self.root / path
         with self._explained("write", path):
             # The buffer gathers small chunks; larger ones pass it by.
@@ -62,7 +62,7 @@ class LocalStorage(Storage):
             _fsync_folder(full.parent)
 
     def replace(self, path: str, data: bytes) -> None:
-        """See :meth:`Storage.replace`."""
+        """See ``Storage.replace``."""
         full = self.root / path
         temporary = full.with_name(f".{full.name}.{secrets.token_hex(4)}.tmp")
         with self._explained("write", path), _deleted_on_failure(temporary):
@@ -74,7 +74,7 @@ class LocalStorage(Storage):
             _fsync_folder(full.parent)
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """See :meth:`Storage.put_new`."""
+        """See ``Storage.put_new``."""
         try:
             self.create(path, [memoryview(data)])
         except StorageError as error:
@@ -84,19 +84,19 @@ class LocalStorage(Storage):
         return True
 
     def delete(self, path: str) -> None:
-        """See :meth:`Storage.delete`."""
+        """See ``Storage.delete``."""
         with self._explained("delete", path), suppress(FileNotFoundError):
             self._check_inside(path)
             os.unlink(self.root / path)
 
     def delete_folder(self, path: str) -> None:
-        """See :meth:`Storage.delete_folder`."""
+        """See ``Storage.delete_folder``."""
         with self._explained("delete", path), suppress(FileNotFoundError):
             self._check_inside(path)
             shutil.rmtree(self.root / path)
 
     def make_folder(self, path: str = "") -> None:
-        """See :meth:`Storage.make_folder`."""
+        """See ``Storage.make_folder``."""
         full = self.root / path
         with self._explained("make the folder", path):
             missing = [full, *full.parents]

@@ -62,7 +62,7 @@ class LocalLock(FolderLock):
         LocalLock._held.add(self)
 
     def check(self) -> None:
-        """See :meth:`FolderLock.check`."""
+        """See ``FolderLock.check``."""
         if self._handle < 0 or not self._is_at_its_path():
             raise CheckpointError(
                 f"the lock {self.path} of this run is gone: was its folder removed or replaced, or "
@@ -70,7 +70,7 @@ class LocalLock(FolderLock):
             )
 
     def release(self) -> None:
-        """See :meth:`FolderLock.release`."""
+        """See ``FolderLock.release``."""
         if self._handle >= 0:
             if self._is_at_its_path():
                 with suppress(OSError):  # a file without a lock on it is in nobody's way

@@ -22,7 +22,7 @@ def open_storage(
     """The storage at a path, a ``file://`` URL, or any other URL that fsspec knows (``s3://…``).
 
     ``options`` go to the file system behind a URL: credentials, endpoints. See its documentation.
-    ``digest``: see :attr:`Storage.digest`.
+    ``digest``: see ``Storage.digest``.
     """
     storage = _opened(where, options)
     storage.digest = digest

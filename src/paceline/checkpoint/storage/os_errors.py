@@ -24,7 +24,7 @@ _ADVICE = {
 
 @contextmanager
 def explained(verb: str, path: str) -> Iterator[None]:
-    """What the system refuses inside becomes a :class:`StorageError`."""
+    """What the system refuses inside becomes a ``StorageError``."""
     try:
         yield
     except OSError as error:

@@ -56,7 +56,7 @@ class FsspecStorage(Storage):
         self.root = root.rstrip("/")
 
     def names(self, folder: str = "") -> list[str]:
-        """See :meth:`Storage.names`."""
+        """See ``Storage.names``."""
         full = self._full(folder)
         with self._explained("list", folder):
             self.fs.invalidate_cache()  # what others wrote meanwhile counts
@@ -69,7 +69,7 @@ class FsspecStorage(Storage):
         return sorted(name for name in names if name and "/" not in name)
 
     def size(self, path: str) -> int | None:
-        """See :meth:`Storage.size`."""
+        """See ``Storage.size``."""
         with self._explained("look at", path):
             self.fs.invalidate_cache()
             try:
@@ -79,12 +79,12 @@ class FsspecStorage(Storage):
         return None if info.get("type") == "directory" else int(info["size"])
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        """See :meth:`Storage.sizes`; several questions under way at once."""
+        """See ``Storage.sizes``; several questions under way at once."""
         with ThreadPoolExecutor(_QUESTIONS) as pool:
             return list(pool.map(self.size, paths))
 
     def open_read(self, path: str) -> ReadableFile:
-        """See :meth:`Storage.open_read`."""
+        """See ``Storage.open_read``."""
         size = self.size(path)
         if size is None:
             raise StorageError(
@@ -99,7 +99,7 @@ class FsspecStorage(Storage):
             return self.fs.cat_file(self._full(path), start=start, end=end)
 
     def create(self, path: str, chunks: Iterable[memoryview]) -> None:
-        """See :meth:`Storage.create`."""
+        """See ``Storage.create``."""
         with self._explained("write", path):
             file = self.fs.open(self._full(path), "wb", block_size=_PART)
         try:
@@ -113,12 +113,12 @@ class FsspecStorage(Storage):
             raise
 
     def replace(self, path: str, data: bytes) -> None:
-        """See :meth:`Storage.replace`: one PUT, which object stores do whole or not at all."""
+        """See ``Storage.replace``: one PUT, which object stores do whole or not at all."""
         with self._explained("write", path):
             self.fs.pipe_file(self._full(path), data)
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """See :meth:`Storage.put_new`.
+        """See ``Storage.put_new``.
 
         Of two that try at once only one succeeds where the store can tell (S3 and others can).
         """
@@ -133,18 +133,18 @@ class FsspecStorage(Storage):
         return True
 
     def delete(self, path: str) -> None:
-        """See :meth:`Storage.delete`."""
+        """See ``Storage.delete``."""
         with self._explained("delete", path), suppress(FileNotFoundError):
             self.fs.rm_file(self._full(path))
 
     def delete_folder(self, path: str) -> None:
-        """See :meth:`Storage.delete_folder`."""
+        """See ``Storage.delete_folder``."""
         with self._explained("delete", path), suppress(FileNotFoundError):
             self.fs.invalidate_cache()
             self.fs.rm(self._full(path), recursive=True)
 
     def make_folder(self, path: str = "") -> None:
-        """See :meth:`Storage.make_folder`; nothing to do where folders are only names."""
+        """See ``Storage.make_folder``; nothing to do where folders are only names."""
         if self._has_folders:
             with self._explained("make the folder", path):
                 self.fs.makedirs(self._full(path), exist_ok=True)

@@ -51,7 +51,7 @@ class RemoteLock(FolderLock):
         self._thread.start()
 
     def check(self) -> None:
-        """See :meth:`FolderLock.check`. Looks anew: this process may have slept for long."""
+        """See ``FolderLock.check``. Looks anew: this process may have slept for long."""
         if not self._lost and not self._ended.is_set():
             with self._turn:
                 self._look()
@@ -62,7 +62,7 @@ class RemoteLock(FolderLock):
             )
 
     def release(self) -> None:
-        """See :meth:`FolderLock.release`."""
+        """See ``FolderLock.release``."""
         if self._ended.is_set() or os.getpid() != self._process:
             return
         self._ended.set()

@@ -1,7 +1,7 @@
 """Where checkpoints are kept: a few verbs that a local folder and an object store both have.
 
 Paths are relative to the storage's root, with ``/`` between their parts. Whatever the system
-refuses becomes a :class:`StorageError` that names the path, the cause and what to do.
+refuses becomes a ``StorageError`` that names the path, the cause and what to do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.errors import StorageError
 from paceline.untrusted import MIB
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
-"""The names of files that :meth:`Storage.replace` had not finished when its process died."""
+"""The names of files that ``Storage.replace`` had not finished when its process died."""
 
 _MOST_AT_ONCE = 256 * MIB
 
@@ -49,7 +49,7 @@ class ScatteringFile(ReadableFile):
 
 
 class Storage(ABC):
-    """A place for files; ``where`` says which. Made by :func:`open_storage`."""
+    """A place for files; ``where`` says which. Made by ``open_storage``."""
 
     where: str
     read_span: int = 4 * 1024 * 1024
@@ -109,7 +109,7 @@ class Storage(ABC):
         return bytes(data[:found])
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        """The size of each, as :meth:`size` gives it."""
+        """The size of each, as ``size`` gives it."""
         return [self.size(path) for path in paths]
 
     def full(self, path: str) -> str:

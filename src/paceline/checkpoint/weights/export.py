@@ -30,6 +30,7 @@ from paceline.checkpoint.weights.export_files import (
     write_safetensors,
 )
 from paceline.errors import CheckpointError
+from paceline.formatting import one_of
 
 FORMATS = ("safetensors", "hf", "torch")
 _BY_ENDING = {
@@ -82,13 +83,13 @@ def format_for(target: str | os.PathLike[str], format: str | None = None) -> str
     ending = Path(target).suffix
     meant = _BY_ENDING.get(ending.lower())
     if format is not None and format not in FORMATS:
-        raise CheckpointError(f"unknown format {format!r}; it is one of {', '.join(FORMATS)}.")
+        raise CheckpointError(f"format {format!r} must be {one_of(FORMATS)}.")
     if format is None and not ending:
         return "safetensors"
     if format is None and meant is None:
         raise CheckpointError(
             f"{os.fspath(target)}: in which format? Let the name end in .safetensors or .pt, or "
-            f"give the format (--format), one of {', '.join(FORMATS)}."
+            f"give the format (--format), {one_of(FORMATS)}."
         )
     if format is not None and meant not in (None, format):
         raise CheckpointError(
@@ -111,7 +112,7 @@ def export_weights(
     follow: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the weights in one of :data:`FORMATS`; see the functions for each.
+    """Write the weights in one of ``FORMATS``; see the functions for each.
 
     Without a ``format`` the end of ``target``'s name decides.
     """

@@ -1,7 +1,7 @@
 """Looks at the heartbeats of all ranks, and asks for reports and diagnoses when they stop moving.
 
 Runs in the launcher of the first machine, or in a rank where nobody launches (see ``watch``). It
-never waits: :meth:`Coordinator.tick` is called again and again, and takes things one step further.
+never waits: ``Coordinator.tick`` is called again and again, and takes things one step further.
 """
 
 from __future__ import annotations

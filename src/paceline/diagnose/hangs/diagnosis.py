@@ -60,7 +60,7 @@ _ABSENT = (STOPPED, SILENT, GONE, UNREACHABLE)
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """What is wrong. ``what`` is one of :data:`KINDS`, ``ranks`` are those to blame.
+    """What is wrong. ``what`` is one of ``KINDS``, ``ranks`` are those to blame.
 
     ``involved`` are all ranks that stand still for it; ``seconds`` is how long they have.
     """

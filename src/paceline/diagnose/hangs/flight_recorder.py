@@ -1,22 +1,23 @@
 """torch's flight recorder: which collectives this rank began, and which of them are over.
 
 The recorder is a ring of fixed size in which every backend notes its calls; it must be given a size
-(:func:`switch_on`) before the first process group is made. Reading it is a private function of
-torch, called here and nowhere else (torch 2.11 to 2.13; ``tests/diagnose/test_flight.py`` tells
-when it changes). Point-to-point calls are in it with NCCL only.
+(``switch_on``) before the first process group is made. Reading it is a private function of
+torch, called here and nowhere else (torch 2.11 to 2.13; ``tests/diagnose/test_flight_recorder.py``
+tells when it changes). Point-to-point calls are in it with NCCL only.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, MutableMapping
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from paceline.diagnose.hangs.rank_heartbeat import Call, GroupKey, GroupProgress
+from paceline.diagnose.hangs.rank_heartbeat import Call, GroupKey, GroupProgress, PointToPoint
 from paceline.launch.environment import COLLECTIVES_REMEMBERED, FLIGHT_RECORDER
 
 # The recorder writes C++ names.
@@ -84,6 +85,68 @@ def calls() -> tuple[Call, ...]:
     return tuple(call for own in found.values() for call in own.values())
 
 
+class IssuedCall(NamedTuple):
+    """A collective with the moment (nanoseconds since the epoch) at which it was begun."""
+
+    time: int
+    call: Call
+    where: tuple[str, ...]
+    """The Python stack as ``file:line in function``, innermost first."""
+
+
+def issued_calls(since: int) -> list[IssuedCall]:
+    """Every collective that was begun after ``since``, in order. Slow: with stacks.
+
+    Of groups that are still there, and as far as the recorder reaches back.
+    """
+    found = []
+    for recorder, dump in _recorders():
+        for entry in _entries(recorder, dump, stacks=True):
+            if entry["time_created_ns"] < since or entry["is_p2p"]:
+                continue
+            where = [f"{f['filename']}:{f['line']} in {f['name']}" for f in entry["frames"]]
+            call = _call(recorder, entry)
+            found.append(IssuedCall(entry["time_created_ns"], call, tuple(where)))
+    return sorted(found, key=lambda issued: issued.time)
+
+
+def open_message() -> PointToPoint | None:
+    """The first message on record that is under way; over Gloo there are none on record.
+
+    NCCL's messages do not make the host wait, so that a stack does not show them.
+    """
+    for recorder, dump in _recorders():
+        messages = [entry for entry in _entries(recorder, dump) if entry["is_p2p"]]
+        if (found := first_open_message(messages, _ranks_of)) is not None:
+            return found
+    return None
+
+
+def first_open_message(
+    entries: Iterable[dict[str, Any]], ranks_of: Callable[[str], tuple[int, ...]]
+) -> PointToPoint | None:
+    """The first of the recorder's messages that is not over, a batch being over as a whole.
+
+    Of a batch only the entry that ends it is marked when it is over.
+    """
+    batches: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for entry in entries:
+        batches.setdefault((entry["pg_id"], entry["p2p_seq_id"]), []).append(entry)
+    for batch in batches.values():
+        if any(entry["retired"] or entry["state"] == "completed" for entry in batch):
+            continue
+        named = [m for e in batch if (m := _MESSAGE.search(e["profiling_name"])) is not None]
+        # Of a batch, what it receives tells whom it waits for.
+        for match in sorted(named, key=lambda match: match["op"] != "recv"):
+            ranks = ranks_of(batch[0]["process_group"][0])
+            peer = int(match["peer"])
+            return PointToPoint(match["op"], ranks[peer] if peer < len(ranks) else None)
+    return None
+
+
+_MESSAGE = re.compile(r":(?P<op>send|recv) \d+(->|<-)(?P<peer>\d+)$")
+
+
 def _recorders() -> list[tuple[str, Callable[..., bytes]]]:
     """One of NCCL's own where torch has NCCL, and one of all other backends.
 
@@ -94,9 +157,12 @@ def _recorders() -> list[tuple[str, Callable[..., bytes]]]:
     return [(name, getattr(c10d, name)) for name in names if hasattr(c10d, name)]
 
 
-def _entries(recorder: str, dump: Callable[..., bytes]) -> list[dict[str, Any]]:
+def _entries(
+    recorder: str, dump: Callable[..., bytes], *, stacks: bool = False
+) -> list[dict[str, Any]]:
     """The entries of a recorder; notes which groups they are of."""
-    entries: list[dict[str, Any]] = pickle.loads(dump(includeStackTraces=False)).get("entries", [])
+    read = pickle.loads(dump(includeStackTraces=stacks))
+    entries: list[dict[str, Any]] = read.get("entries", [])
     for entry in entries:
         place = (recorder, str(entry["pg_id"]))
         if _groups.get(place) is None:

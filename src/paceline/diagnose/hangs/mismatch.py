@@ -100,7 +100,7 @@ def digest(calls: Iterable[Call], after: Mapping[GroupKey, int]) -> str:
 
 @dataclass(frozen=True)
 class _Digest:
-    """What :func:`digest` made: distinct calls, and which of them each group's numbers are."""
+    """What ``digest`` made: distinct calls, and which of them each group's numbers are."""
 
     table: list[tuple[str, str]]
     groups: list[tuple[str, str, list[int], list[tuple[int, int]]]]

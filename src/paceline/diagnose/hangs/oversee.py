@@ -1,6 +1,6 @@
 """The launcher's part in the watch over its ranks: it leads, and reports on unresponsive ranks.
 
-Made for :class:`paceline.launch.hang_watcher.HangWatcher`. On every machine a thread answers for
+Made for ``paceline.launch.hang_watcher.HangWatcher``. On every machine a thread answers for
 the machine's silent ranks; on the first one it also leads: looks at all ranks, judges, and tells
 the console and the run's events. What is to be done about a hang is decided here by the clock alone
 (see ``coordinator.is_due``) and done by the launcher's agent.
@@ -104,7 +104,7 @@ class HangOverseer:
                 self._say(text)
 
     def act_on(self, finding: HangDiagnosis) -> None:
-        """Have the agent do something about it; it asks by :meth:`look`."""
+        """Have the agent do something about it; it asks by ``look``."""
         if self._action != "wait":
             self._stuck = DetectedHang(
                 action=self._action,

@@ -1,6 +1,6 @@
 """Heartbeats, and the reports of ranks on a run that stands still: plain data, sent as JSON.
 
-A rank sends a :class:`Heartbeat` every second or so, and a :class:`RankReport` when one is asked
+A rank sends a ``Heartbeat`` every second or so, and a ``RankReport`` when one is asked
 for. For a process that cannot answer (stopped, or with its interpreter held by native code), a
 neighbour looks at it from outside and reports; ``RankReport.state`` says which it was.
 """
@@ -113,7 +113,7 @@ class RankReport:
 
     @classmethod
     def from_json(cls, text: str) -> RankReport:
-        """What :meth:`to_json` made."""
+        """What ``to_json`` made."""
         return decode(cls, text)
 
 
@@ -172,5 +172,5 @@ class Heartbeat:
 
     @classmethod
     def from_json(cls, text: str) -> Heartbeat:
-        """What :meth:`to_json` made."""
+        """What ``to_json`` made."""
         return decode(cls, text)

@@ -2,7 +2,7 @@
 
 Each thread that uses it has a connection of its own: a store's client serves one call at a time,
 and the training thread must never wait for the watch. Nothing here waits for long: a store that is
-slow or gone raises :class:`StoreGone`, and the caller gives up.
+slow or gone raises ``StoreGone``, and the caller gives up.
 """
 
 from __future__ import annotations

@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from paceline.diagnose.hangs import explain, flight_recorder, mismatch, stacks, unresponsive
 from paceline.diagnose.hangs.coordinator import Coordinator, HangEnded
 from paceline.diagnose.hangs.diagnosis import HangDiagnosis
-from paceline.diagnose.hangs.rank_heartbeat import Call, GroupKey, Heartbeat, RankReport
+from paceline.diagnose.hangs.rank_heartbeat import (
+    Call,
+    GroupKey,
+    Heartbeat,
+    PointToPoint,
+    RankReport,
+)
 from paceline.diagnose.hangs.rank_heartbeat_store import HeartbeatStore, StoreGone
 from paceline.diagnose.pulse import OUTSIDE, PHASES, Pulse
 from paceline.events.wording import moving_again
@@ -68,7 +74,7 @@ class WatchedRank:
 
 
 class Watch:
-    """Watches this process's rank until :meth:`stop`."""
+    """Watches this process's rank until ``stop``."""
 
     def __init__(self, member: WatchedRank, pulse: Pulse, after: float) -> None:
         self._member, self._pulse, self._after = member, pulse, after
@@ -167,8 +173,8 @@ class Watch:
         if beat.progress != self._progress:
             self._progress, self._moved_at = beat.progress, now
         still = now - self._moved_at
-        # Messages are not on record: where nothing moves, the stack tells whether it is one.
-        in_message = still > self._after / 2 and stacks.main_stack()[1] is not None
+        # Gloo's messages are not on record: where nothing moves, the stack tells of one.
+        in_message = still > self._after / 2 and _message() is not None
         return dataclasses.replace(beat, still=still, in_message=in_message)
 
     @property
@@ -180,6 +186,7 @@ class Watch:
     def _report(self) -> RankReport:
         """Everything about this rank. The stack first: it is what may still change."""
         stack, message = stacks.main_stack()
+        message = message or flight_recorder.open_message()
         beat = self._beat()
         latest: dict[GroupKey, list[Call]] = {}
         for call in flight_recorder.calls():
@@ -202,6 +209,11 @@ class Watch:
         store.post_digest(self._member.rank, mismatch.digest(calls, self._digested))
         for call in calls:
             self._digested[call.key] = max(call.number, self._digested.get(call.key, 0))
+
+
+def _message() -> PointToPoint | None:
+    """The message that the training thread waits for, or that its GPU does."""
+    return stacks.main_stack()[1] or flight_recorder.open_message()
 
 
 class _Lead:

@@ -36,7 +36,7 @@ class RunFault:
     """What ended an attempt before its time.
 
     ``kind`` is ``failure``, ``hang``, ``node_lost``, ``nonfinite``, ``cut_off`` (the record just
-    ends) or one of :data:`AS_ASKED`. ``step`` is the last one done; ``attempt`` finds its logs.
+    ends) or one of ``AS_ASKED``. ``step`` is the last one done; ``attempt`` finds its logs.
     """
 
     kind: str

@@ -1,6 +1,6 @@
 """What the logs of ranks say about their end: tracebacks, dumps, last words.
 
-:func:`evidence_in` is a pure function over the text of a log; :class:`LogFolder` finds the log of a
+``evidence_in`` is a pure function over the text of a log; ``LogFolder`` finds the log of a
 rank in a run folder, on whichever node and at whichever start it was written.
 """
 
@@ -102,14 +102,14 @@ class LogFolder:
         self._found: list[Path] | None = None
 
     def of(self, attempt: int, rank: int, log: str = "") -> LogEvidence | None:
-        """See :class:`LogSource`."""
+        """See ``LogSource``."""
         for path in (*self._told(log), *self._of_attempt(attempt, str(rank))):
             if path.is_file():
                 return read_log(path)
         return None
 
     def of_all(self, attempt: int) -> list[LogEvidence]:
-        """See :class:`LogSource`."""
+        """See ``LogSource``."""
         return [read_log(path) for path in self._of_attempt(attempt, "*")]
 
     def _told(self, log: str) -> list[Path]:

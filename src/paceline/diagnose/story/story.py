@@ -1,7 +1,7 @@
 """The story of a run: what went wrong first, what happened in order, what it cost.
 
-:func:`tell` is a pure function from events, and what the logs say, to a :class:`Story`;
-:mod:`paceline.diagnose.story.report` writes one down, :func:`of_run` tells that of a folder.
+``tell`` is a pure function from events, and what the logs say, to a ``Story``;
+``paceline.diagnose.story.report`` writes one down, ``of_run`` tells that of a folder.
 """
 
 from __future__ import annotations

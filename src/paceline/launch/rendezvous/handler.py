@@ -44,7 +44,7 @@ class LauncherRendezvous(RendezvousHandler):
     use_agent_store = True  # ranks use the store that a launcher hosts; none of them hosts one
 
     patience: float = 0.0
-    """Seconds after which :meth:`lost` has reported a node that is gone, if one is."""
+    """Seconds after which ``lost`` has reported a node that is gone, if one is."""
 
     @property
     @abc.abstractmethod
@@ -68,7 +68,7 @@ class LauncherRendezvous(RendezvousHandler):
     def leave(self, reason: str) -> None:
         """This node leaves for good, the others go on: called once its ranks are gone.
 
-        ``reason`` is ``preempted`` or ``ended``, as in :class:`~paceline.events.NodeLeft`. May
+        ``reason`` is ``preempted`` or ``ended``, as in ``NodeLeft``. May
         take some seconds; an unreachable rendezvous is no error.
         """
 

@@ -1,7 +1,7 @@
 """A launcher's way into the next world: find the rendezvous, wait for a running world, join.
 
 Torch's dynamic rendezvous decides who is part of a world; what a launcher does until then, and how
-it waits, is here. :class:`~paceline.launch.rendezvous.multi_node.MultiNodeRendezvous` then forms
+it waits, is here. ``MultiNodeRendezvous`` then forms
 the world.
 
 Imports torch at the top, so it is itself imported only when a rendezvous is about to start.

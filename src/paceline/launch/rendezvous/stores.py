@@ -3,7 +3,7 @@
 A call to torch's ``TCPStore`` over a link that was cut without a word returns when the link is
 back, whatever its timeout says (torch 2.11 to 2.13, measured: get, add, check and compare_set
 alike). A launcher must not hang on that, so each connection lives in a thread of its own, and a
-:class:`StoreConnection` gives up on it when an answer is overdue. The thread is then left behind:
+``StoreConnection`` gives up on it when an answer is overdue. The thread is then left behind:
 nothing can wake it but the link or the end of the process.
 
 Imports torch at the top, so it is itself imported only when a rendezvous is about to start.
@@ -71,7 +71,7 @@ class StoreConnection:
         self.call(lambda store: store.set("probe", "probe"))
 
     def call(self, operation: Callable[[Store], T]) -> T:
-        """Return ``operation(store)``; raises :class:`StoreUnreachable` when it is overdue.
+        """Return ``operation(store)``; raises ``StoreUnreachable`` when it is overdue.
 
         A key that is not there raises ``KeyError`` after ``patience`` seconds.
         """
@@ -121,7 +121,7 @@ class StoreConnection:
 
 
 class InterruptibleStore(Store):
-    """A store for torch's rendezvous over a :class:`StoreConnection`: its calls end in time, too.
+    """A store for torch's rendezvous over a ``StoreConnection``: its calls end in time, too.
 
     ``pause`` is called before every operation and while one waits for a key: what it raises ends
     the operation. All keys are under ``prefix``: torch's own ``PrefixStore`` would not keep this
@@ -214,8 +214,8 @@ class InterruptibleStore(Store):
 def serve(host: str, port: int) -> TCPStore:
     """Host a store on this machine for as long as the object lives; port 0 is any free one.
 
-    It listens as :func:`listen` does, where torch by itself would listen at every address of the
-    machine. Raises :class:`StoreUnreachable` where the port is taken.
+    It listens as ``listen`` does, where torch by itself would listen at every address of the
+    machine. Raises ``StoreUnreachable`` where the port is taken.
     """
     listener = _listen(host, port)
     # The store connects to itself: at loopback, where it listens at all addresses.
@@ -282,7 +282,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def reach(endpoint: Endpoint, patience: float, tunnel: Tunnel | None = None) -> StoreConnection:
-    """Connect to the rendezvous store at ``endpoint``, or raise :class:`StoreUnreachable`."""
+    """Connect to the rendezvous store at ``endpoint``, or raise ``StoreUnreachable``."""
     connection = StoreConnection(endpoint.host, endpoint.port, patience, tunnel)
     try:
         connection.call(lambda store: store.get(IDENTITY))

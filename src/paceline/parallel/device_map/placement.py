@@ -29,7 +29,7 @@ _FORWARD = "_paceline_unaligned_forward"
 
 @dataclass
 class DeviceMap:
-    """Where each part of a model is; made by :func:`place`, prints as a table."""
+    """Where each part of a model is; made by ``place``, prints as a table."""
 
     modules: dict[str, torch.device]
     """The placed modules by name; a parameter that a mixed module owns itself is there too."""

@@ -44,7 +44,7 @@ def pack(value: Tensor, device: torch.device) -> Tensor:
 
 
 def unpack(value: Tensor, spec: Spec) -> Tensor:
-    """The inverse of :func:`pack`."""
+    """The inverse of ``pack``."""
     if spec.dtype.is_complex:
         value = torch.view_as_complex(value)
     elif not spec.dtype.is_floating_point:

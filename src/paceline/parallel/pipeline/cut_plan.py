@@ -65,7 +65,7 @@ def _lightest(costs: Sequence[float], stages: int) -> float:
 
 @dataclass(frozen=True)
 class CutPlan:
-    """Made by :func:`paceline.parallel.pipeline.cut`; the same for every rank; prints as a table.
+    """Made by ``paceline.parallel.pipeline.cut``; the same for every rank; prints as a table.
 
     ``units`` are the modules in the order in which the model calls them (one that is called twice
     is there twice); stage ``s`` runs those from ``starts[s]`` up to ``starts[s + 1]``.

@@ -32,7 +32,7 @@ def cut(
     """Cut ``module`` for ``pp`` ranks; nothing is communicated or changed.
 
     ``run_probe`` calls ``module`` on a sample batch, in the context in which it will be trained,
-    and returns what it returns. Raises :class:`LayoutError` for a model that cannot be cut.
+    and returns what it returns. Raises ``LayoutError`` for a model that cannot be cut.
     """
     options = options or Pipelining()
     stages = options.stages(pp)
@@ -168,7 +168,7 @@ def _call_of(cut: str, units: Sequence[str], model: nn.Module) -> int:
 
 
 def _made_at(name: Name) -> int:
-    """Where a value comes into being, in the places of :class:`ShapeRun`."""
+    """Where a value comes into being, in the places of ``ShapeRun``."""
     return 2 * int(name[1]) + (name[0] == "call")
 
 

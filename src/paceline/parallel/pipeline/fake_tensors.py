@@ -117,7 +117,7 @@ class _OutputSlot:
 
 
 def fill(template: Any, given: Any, fakes: Fakes) -> Any:
-    """What a unit returns, with fakes for tensors; ``template`` comes from :func:`template_of`."""
+    """What a unit returns, with fakes for tensors; ``template`` comes from ``template_of``."""
     known = list(leaves(given))
 
     def make(leaf: Any) -> Any:

@@ -180,7 +180,7 @@ class Pipeline:
                 passed = work.module(*received)
                 if not work.is_last and self._rank_of[work.index + 1] != self._rank:
                     peer = self._rank_of[work.index + 1]
-                    sends += [dist.isend(v, group=self._group, group_dst=peer) for v in passed]
+                    sends += self._begin(dist.isend, passed, peer)
         for send in sends:
             send.wait()
         for module in (m for work in self._work for m in work.module.modules()):
@@ -241,11 +241,14 @@ class Pipeline:
             for shape, dtype in self._wires(work.receives)[number]
         ]
         peer = self._rank_of[work.index - 1]
-        works = [dist.irecv(buffer, group=self._group, group_src=peer) for buffer in buffers]
-        for pending in works:
-            assert pending is not None
+        for pending in self._begin(dist.irecv, buffers, peer):
             pending.wait()
         return buffers
+
+    def _begin(self, operation: Any, values: Any, peer: int) -> list[Any]:
+        """Send ``values`` to the rank ``peer``, or receive them, as one batch."""
+        messages = [dist.P2POp(operation, v, group=self._group, group_peer=peer) for v in values]
+        return dist.batch_isend_irecv(messages) if messages else []
 
     def _wires(self, names: Any) -> list[list[Wire]]:
         """How the values ``names`` of each microbatch travel."""

@@ -35,7 +35,7 @@ class StageRun(ModelRun):
     """One stage: the calls ``first`` to ``last`` of units for real, those before as fakes.
 
     ``received`` are values of earlier stages by name; ``wanted`` those that later stages need. Ends
-    with :class:`StageEnd` at the call ``last``, unless that is past the end of the model.
+    with ``StageEnd`` at the call ``last``, unless that is past the end of the model.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class _ListBranch(nn.ModuleList):
 
 
 class StageWork:
-    """Builds a stage's :class:`StageModule` and runs it on microbatches, one after the other."""
+    """Builds a stage's ``StageModule`` and runs it on microbatches, one after the other."""
 
     def __init__(
         self,

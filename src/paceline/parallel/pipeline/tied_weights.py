@@ -30,18 +30,15 @@ def sum_gradients(
     local = {stage: _gradient(name, parameter) for stage, parameter in copies.items()}
     example = next(iter(local.values()))
     gradients = dict(local)
-    exchange: list[dist.P2POp] = []
+    messages: list[dist.P2POp] = []
     for stage in holders:
         if rank_of[stage] != own:
             gradients[stage] = torch.empty_like(example)
-            exchange.append(_op(dist.irecv, gradients[stage], rank_of[stage], group))
+            messages.append(_op(dist.irecv, gradients[stage], rank_of[stage], group))
     others = dict.fromkeys(rank_of[stage] for stage in holders if rank_of[stage] != own)
     mine = [local[stage] for stage in holders if rank_of[stage] == own]
-    exchange += [_op(dist.isend, tensor, rank, group) for tensor in mine for rank in others]
-    # In one batch: NCCL runs single messages in the order in which they were begun, so two ranks
-    # that both receive first would wait for each other for good.
-    for work in dist.batch_isend_irecv(exchange) if exchange else ():
-        work.wait()
+    messages += [_op(dist.isend, tensor, rank, group) for tensor in mine for rank in others]
+    exchange(messages)
     total = gradients[holders[0]].clone()
     for stage in holders[1:]:
         total += gradients[stage]
@@ -52,18 +49,27 @@ def sum_gradients(
 
 @torch.no_grad()
 def copy_values(copies: Copies, holders: Sequence[int], rank_of: Sequence[int], group: Any) -> None:
-    """Give every copy of a parameter the values of the first stage's; as :func:`sum_gradients`."""
+    """Give every copy of a parameter the values of the first stage's; as ``sum_gradients``."""
     own, first = dist.get_rank(group), holders[0]
     if rank_of[first] == own:
         values = _local(copies[first]).contiguous()
         others = dict.fromkeys(rank_of[stage] for stage in holders if rank_of[stage] != own)
-        for rank in others:
-            dist.send(values, group=group, group_dst=rank)
+        exchange([_op(dist.isend, values, rank, group) for rank in others])
     else:
         values = torch.empty_like(_local(next(iter(copies.values()))))
-        dist.recv(values, group=group, group_src=rank_of[first])
+        exchange([_op(dist.irecv, values, rank_of[first], group)])
     for parameter in copies.values():
         _local(parameter).copy_(values)
+
+
+def exchange(messages: list[dist.P2POp]) -> None:
+    """Begin all messages at once, and wait for them.
+
+    In one batch: NCCL runs single messages in the order in which they were begun, so two ranks
+    that both receive first would wait for each other for good.
+    """
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
 
 
 def _op(operation: Any, tensor: Tensor, rank: int, group: Any) -> dist.P2POp:
@@ -78,7 +84,7 @@ def looks(parameter: nn.Parameter) -> str:
 
 
 def check_alike(name: str, seen: Mapping[int, str]) -> None:
-    """Refuse copies of ``name`` that are split in different ways; ``seen`` is :func:`looks`."""
+    """Refuse copies of ``name`` that are split in different ways; ``seen`` is ``looks``."""
     if len(set(seen.values())) > 1:
         listed = ", ".join(f"stage {stage}: {look}" for stage, look in sorted(seen.items()))
         raise TrainingError(

@@ -191,7 +191,7 @@ def _check_can_be_cut(root: nn.Module, units: Sequence[nn.Module]) -> None:
 
 
 class Sharded:
-    """A module that :func:`shard` has cut: says when its ranks talk, and finishes gradients."""
+    """A module that ``shard`` has cut: says when its ranks talk, and finishes gradients."""
 
     def __init__(
         self,

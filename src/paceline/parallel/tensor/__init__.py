@@ -12,7 +12,9 @@ from paceline.parallel.tensor.dispatch import mixing as mixing
 from paceline.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
 from paceline.parallel.tensor.linear import RowParallelLinear as RowParallelLinear
 from paceline.parallel.tensor.plan import TensorPlan as TensorPlan
+from paceline.parallel.tensor.plan import common_plan as common_plan
 from paceline.parallel.tensor.planning import make_plan as make_plan
 from paceline.parallel.tensor.shards import full_tensor as full_tensor
 from paceline.parallel.tensor.shards import local_of as local_of
 from paceline.parallel.tensor.shards import plain as plain
+from paceline.parallel.tensor.split_forms import SplitForms as SplitForms

@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from paceline.errors import LayoutError
 from paceline.parallel.tensor.checks import check_features
+from paceline.parallel.tensor.experts import split_experts
 from paceline.parallel.tensor.linear import scattered_linear, split_linear, split_parameter
-from paceline.parallel.tensor.plan import TensorPlan, chunks_of
+from paceline.parallel.tensor.plan import TensorPlan, heads_of
 from paceline.parallel.tensor.shards import gathered, mark_logits
-from paceline.parallel.tensor.splittable import Kind, kind_of
+from paceline.parallel.tensor.shared_heads import heads_mesh, share_parameter, shared_linear
+from paceline.parallel.tensor.splittable import Kind, kind_of, parts
 from paceline.parallel.tensor.vocabulary import split_embedding
 
 
@@ -24,13 +26,16 @@ def apply_plan(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
 
     All ranks must hold the same values (or all of them meta tensors). Parameters keep their names,
     ``requires_grad`` and ties; names that this model does not have, such as those of another
-    pipeline stage, are passed over. Run the model inside :func:`mixing`.
+    pipeline stage, are passed over. Run the model inside ``mixing``.
     """
     if mesh.ndim != 1 or mesh.size() != plan.tp:
         raise LayoutError(
             f"the plan is for tp={plan.tp}, the mesh {mesh.mesh_dim_names} has the shape "
             f"{tuple(mesh.shape)}. Pass the mesh of the tensor-parallel ranks, mesh['tp']."
         )
+    # Made by all ranks, whatever their pipeline stage holds: torch makes groups of all at once.
+    counts = sorted({heads for role in plan.roles.values() if (heads := heads_of(role))})
+    grids = {heads: heads_mesh(mesh, heads) for heads in counts}
     made: dict[int, nn.Parameter] = {}  # so that tied parameters stay one
     originals: list[nn.Parameter] = []  # kept, so that no id is used twice
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -45,34 +50,41 @@ def apply_plan(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
         done.add(id(module))
         check_features(name, module, role, plan.tp)
         for key, (dim, chunks) in parts(kind, role, module).items():
-            parameter = module._parameters[key]
-            assert parameter is not None
+            parameter = module.get_parameter(key)
             originals.append(parameter)
             if id(parameter) not in made:
-                made[id(parameter)] = split_parameter(parameter, mesh, dim, chunks)
-        _set_forward(module, kind, role, plan.sequence)
+                heads = heads_of(role)
+                made[id(parameter)] = (
+                    split_parameter(parameter, mesh, dim, chunks)
+                    if heads is None
+                    else share_parameter(parameter, grids[heads], dim)
+                )
+        _set_forward(module, kind, role, plan.sequence, mesh)
+    held = dict(model.named_parameters(remove_duplicate=False))
+    for name, (dim, chunks) in plan.ties.items():
+        tied = held.get(name)
+        if tied is not None and not isinstance(tied, DTensor) and id(tied) not in made:
+            originals.append(tied)
+            made[id(tied)] = split_parameter(tied, mesh, dim, chunks)
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:
                 module._parameters[key] = made[id(parameter)]
 
 
-def parts(kind: Kind, role: str, module: nn.Module) -> dict[str, tuple[int, int]]:
-    """``{parameter: (dim, chunks)}`` that a role splits; a row-parallel bias stays whole."""
-    chunks = chunks_of(role)
-    if role == "row":
-        return {"weight": (0 if kind == "in_first" else 1, 1)}
-    made = {"weight": (1 if kind == "in_first" else 0, chunks)}
-    if module._parameters.get("bias") is not None:
-        made["bias"] = (0, chunks)
-    return made
-
-
-def _set_forward(module: nn.Module, kind: Kind, role: str, sequence: bool) -> None:
+def _set_forward(
+    module: nn.Module, kind: Kind, role: str, sequence: bool, mesh: DeviceMesh
+) -> None:
     # On the instance: the class may be anyone's, and FSDP2 exchanges it.
     forward: Any
     if kind == "embedding":
         forward = functools.partial(_embedding_forward, module)
+    elif kind == "attention":
+        return  # its forward ends in a function that dispatch.py knows
+    elif kind == "experts":
+        forward = functools.partial(split_experts, module, module.forward, mesh)
+    elif heads_of(role) is not None:
+        forward = functools.partial(_shared_forward, module, kind == "in_first", mesh)
     else:
         forward = functools.partial(_linear_forward, module, kind == "in_first", role, sequence)
     module.forward = forward
@@ -88,6 +100,13 @@ def _linear_forward(module: Any, in_first: bool, role: str, sequence: bool, x: T
     if role == "vocabulary":
         return mark_logits(y)
     return gathered(y) if role == "gather" else y
+
+
+def _shared_forward(module: Any, in_first: bool, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    weight, bias = module.weight, module.bias if "bias" in module._parameters else None
+    if not isinstance(weight, DTensor):
+        return F.linear(x, weight.t() if in_first else weight, bias)
+    return shared_linear(x, weight, bias, mesh, in_first=in_first)
 
 
 def _embedding_forward(module: Any, input: Tensor) -> Tensor:

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional as F
 
-from paceline.parallel.tensor.dropout import own_randomness
+from paceline.parallel.tensor.dropout import drawing, own_heads
 from paceline.parallel.tensor.shards import (
     as_split,
     as_whole,
     gathered,
+    is_shared,
     placement,
-    rows_of,
     split_of,
     wrap,
 )
-from paceline.randomness import TensorPart, active
+from paceline.parallel.tensor.shared_heads import own_head
 
 
 def split_attention(
@@ -45,30 +45,18 @@ def split_attention(
     rule for the CPU's fused kernel. Otherwise the inputs are put together first.
     """
     attend: Any = F.scaled_dot_product_attention
-    randomness = active() if dropout_p else None
-    if randomness is not None:
-        attend = randomness.attention
+    if dropout_p:
+        attend = drawing(attend)
     dim = _common_dim(mesh, query, key, value)
     if dim is None:
         tensors = [gathered(query), gathered(key), gathered(value)]
         mask = None if attn_mask is None else gathered(attn_mask)
         return attend(*tensors, mask, dropout_p, is_causal, **others)
-    if key.shape[dim] % mesh.size():  # fewer heads of keys than ranks: give each query its own
-        repeats = query.shape[dim] // key.shape[dim]
-        key = gathered(key).repeat_interleave(repeats, dim)
-        value = gathered(value).repeat_interleave(repeats, dim)
-    local = [as_split(t, mesh, dim).to_local() for t in (query, key, value)]
+    queries = as_split(query, mesh, dim).to_local()
+    local = [queries, *(_own_heads(t, mesh, dim, query.shape[dim]) for t in (key, value))]
     mask = None if attn_mask is None else _local_mask(attn_mask, mesh, dim)
-    if randomness is not None:
-        apart = [(0, size) for size in (*query.shape[:-1], key.shape[-2])]
-        runs = [[run] for run in apart]
-        runs[dim] = [rows_of(query.shape[dim], mesh.size(), mesh.get_local_rank())]
-        drawing: contextlib.AbstractContextManager[None] = randomness.on_part(
-            TensorPart(tuple(size for _, size in apart), runs)
-        )
-    else:
-        drawing = own_randomness(mesh) if dropout_p else contextlib.nullcontext()
-    with drawing:
+    weights = (*query.shape[:-1], key.shape[-2])
+    with own_heads(mesh, weights, dim) if dropout_p else contextlib.nullcontext():
         y = attend(*local, mask, dropout_p, is_causal, **others)
     shape = torch.Size((*query.shape[:-1], value.shape[-1]))
     return wrap(y, mesh, placement(y.ndim + dim), shape)
@@ -85,6 +73,23 @@ def _common_dim(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor) -> 
             same_kind = key.shape[dim] == value.shape[dim]
             return dim if dim < -2 and fits and same_kind else None
     return None
+
+
+def _own_heads(tensor: Tensor, mesh: DeviceMesh, dim: int, queries: int) -> Tensor:
+    """The heads of keys or values that this rank's queries need."""
+    heads = tensor.shape[dim]
+    if is_shared(tensor) and isinstance(tensor, DTensor) and heads == tensor.device_mesh.size(0):
+        where = tensor.placements[0]
+        if isinstance(where, Shard) and where.dim == tensor.ndim + dim:
+            return own_head(tensor)
+    if heads % mesh.size() == 0:
+        return as_split(tensor, mesh, dim).to_local()
+    own, sharing = queries // mesh.size(), queries // heads
+    if own % sharing and sharing % own:  # a rank's queries end within those that share a head
+        return as_split(gathered(tensor).repeat_interleave(sharing, dim), mesh, dim).to_local()
+    whole = as_whole(tensor, mesh).to_local(grad_placements=[Partial()])
+    first = mesh.get_local_rank() * own // sharing
+    return whole.narrow(dim, first, max(1, own // sharing))
 
 
 def _local_mask(mask: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:

@@ -43,6 +43,7 @@ class Findings:
 
     called: set[str] = field(default_factory=set)
     columns: dict[str, set[int]] = field(default_factory=dict)  # with the sizes that must divide
+    shared: dict[str, int] = field(default_factory=dict)  # columns of heads that others share
     rows: set[str] = field(default_factory=set)
     losses: set[str] = field(default_factory=set)  # columns that end in a cross-entropy
     consumed: set[str] = field(default_factory=set)  # columns that a row takes in
@@ -83,11 +84,17 @@ class Flow:
             self._splits.pop(id(value), None)
         else:
             self._splits[id(value)] = (value, split)
-            for name in split.origins:
-                self.found.columns.setdefault(name, set()).update(split.units)
+            for name, unit in split.units:
+                self.found.columns.setdefault(name, set()).add(unit)
+            self.found.shared.update(split.shared)
 
     def needs_whole(self, splits: list[Split], what: str, pieces: int | None = None) -> None:
         """``what`` takes values that are split, and cannot."""
+        if len({(split.dim, split.chunks) for split in splits}) > 1:
+            # Split in different ways: the smaller may do whole, such as the one head of keys that
+            # all queries share, and leave the larger as it is.
+            smallest = min(map(_size, splits))
+            splits = [split for split in splits if _size(split) == smallest]
         origins = {name for split in splits for name in split.origins}
         here = f" in {self._path[-1]}" if self._path and self._path[-1] else ""
         for name in origins:
@@ -145,7 +152,10 @@ class Flow:
             self.paused = False
             self.found.called.add(name)
             x = (*args, *kwargs.values())[0] if args or kwargs else None
-            if kind == "embedding":
+            if kind in ("attention", "experts"):
+                splits = [s for t in tensors((args, kwargs)) if (s := self.split_of(t)) is not None]
+                self.needs_whole(splits, name)
+            elif kind == "embedding":
                 if self.comes_from_input(x):
                     self.found.looked_up.add(name)
             else:
@@ -167,8 +177,12 @@ class Flow:
             self.found.whole[name] = "its input is split in one call and whole in another"
         elif name not in self.fixed and isinstance(output, Tensor):
             chunks = self.packing.get(name, 1)
-            unit = output.shape[-1] // chunks
-            self.set(output, Split(output.ndim - 1, chunks, frozenset({name}), frozenset({unit})))
+            split = Split(output.ndim - 1, chunks, frozenset({name}))
+            self.set(output, split.with_unit(output.shape[-1] // chunks))
+
+
+def _size(split: Split) -> int:
+    return max(unit for _, unit in split.units)
 
 
 class _Operators(TorchDispatchMode):
@@ -256,19 +270,27 @@ def _attention(flow: Flow, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         flow.needs_whole([mask], "the mask of an attention")
     if not found:
         return
+    query = splits[0]
+    if query is not None and query.dim < out.ndim - 2:
+        # One head of keys for all queries: split along its features, if at all.
+        single = [
+            split.sharing(1)
+            for t, split in zip(tensors[1:], splits[1:], strict=True)
+            if split is not None and split.dim != query.dim and t.shape[query.dim] == 1
+        ]
+        flow.found.shared.update(pair for split in single for pair in split.shared)
+        found = [s for s in found if not any(s.origins == one.origins for one in single)]
     dims = {s.dim for s in found}
     if len(dims) > 1 or next(iter(dims)) >= out.ndim - 2 or any(s.chunks > 1 for s in found):
         flow.needs_whole(found, "scaled_dot_product_attention")
         return
-    flow.set(
-        out,
-        Split(
-            found[0].dim,
-            1,
-            frozenset().union(*(s.origins for s in found)),
-            frozenset().union(*(s.units for s in found)),
-        ),
-    )
+    joined = found[0]
+    for tensor, split in zip(tensors[1:], splits[1:], strict=True):
+        if split is not None and split in found:
+            heads = tensor.shape[split.dim]
+            fewer = query is not None and heads < tensors[0].shape[query.dim]
+            joined = joined.joined(split.sharing(heads) if fewer else split)
+    flow.set(out, joined)
 
 
 def _dropout(flow: Flow, args: Any, kwargs: dict[str, Any], out: Any) -> None:

@@ -9,15 +9,13 @@ computed in parts, and what has no split form is computed whole.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -27,34 +25,36 @@ from paceline.nested import map_tensors, tensors
 from paceline.parallel.tensor.attention import split_attention
 from paceline.parallel.tensor.dropout import draw_part, split_dropout
 from paceline.parallel.tensor.linear import split_linear
+from paceline.parallel.tensor.multihead_attention import split_multi_head_attention
 from paceline.parallel.tensor.shards import (
     are_logits,
     as_split,
     gathered,
     is_packed,
+    is_shared,
     mark_logits,
+    on_mesh,
     placement,
     plain,
     replicated,
     split_of,
     wrap,
 )
+from paceline.parallel.tensor.split_forms import SplitForms
 from paceline.parallel.tensor.vocabulary import split_cross_entropy, split_embedding
 from paceline.randomness import DRAWN_BY_ELEMENT, active
 
-_log = logging.getLogger(__name__)
 
-
-def mixing(mesh: DeviceMesh) -> TorchFunctionMode:
+def mixing(mesh: DeviceMesh, forms: SplitForms | None = None) -> TorchFunctionMode:
     """The context for forward passes of a model split over ``mesh`` (one-dimensional).
 
-    Recomputation of activations needs it too. Backward passes do not.
+    Recomputation of activations needs it too. Backward passes do not. ``forms`` keeps what was
+    decided about calls from one forward to the next, and says which were computed whole.
     """
-    return _Mixing(mesh)
-
-
-# What DTensor raises where it has no rule, or trips over its own.
-_NO_SPLIT_FORM = (RuntimeError, AssertionError, IndexError, TypeError, ValueError)
+    if forms is None:  # as long as the mesh, which all ranks make and drop together
+        forms = getattr(mesh, "_paceline_split_forms", None) or SplitForms()
+        mesh._paceline_split_forms = forms  # type: ignore[attr-defined]
+    return _Mixing(mesh, forms)
 
 
 # Asked of the tensor itself, not of its values; FSDP2's hooks, which run in here too, do so.
@@ -66,9 +66,9 @@ _ABOUT_THE_OBJECT = (
 
 
 class _Mixing(TorchFunctionMode):
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, forms: SplitForms) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.forms = mesh, forms
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -77,16 +77,21 @@ class _Mixing(TorchFunctionMode):
         split = [
             t
             for t in tensors((args, kwargs))
-            if isinstance(t, DTensor) and t.device_mesh == self.mesh
+            if isinstance(t, DTensor) and (t.device_mesh == self.mesh or is_shared(t))
         ]
         if not split or getattr(func, "__name__", "") in _ABOUT_THE_OBJECT:
             return func(*args, **kwargs)
+        mesh = split[0].device_mesh
+        if any(t.device_mesh != mesh for t in split) and func not in _MIXES_MESHES:
+            mesh = self.mesh
+            args, kwargs = (map_tensors(v, lambda t: on_mesh(t, mesh)) for v in (args, kwargs))
+            split = [t for t in tensors((args, kwargs)) if isinstance(t, DTensor)]
         randomness = active()
         if randomness is not None and func in DRAWN_BY_ELEMENT:
             return draw_part(randomness, func, args, kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
-            result = special(self.mesh, func, args, kwargs)
+            result = special(mesh if func not in _MIXES_MESHES else self.mesh, func, args, kwargs)
             if result is not NotImplemented:
                 return result
         if any(is_packed(t) for t in split):
@@ -97,26 +102,19 @@ class _Mixing(TorchFunctionMode):
         if _works_in_place(func) and not isinstance(args[0], DTensor):
             # The caller goes on using the plain tensor that is changed.
             return _whole(func, args, kwargs)
-        result = self._split_or_whole(func, args, kwargs)
+        result = self._split_or_whole(mesh, func, args, kwargs)
         return mark_logits(result) if logits else result
 
-    def _split_or_whole(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _split_or_whole(
+        self, mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         def wrapped(value: Any) -> Any:
-            return map_tensors(value, lambda t: replicated(t, self.mesh))
+            return map_tensors(value, lambda t: replicated(t, mesh))
 
-        try:
-            result = func(*wrapped(args), **wrapped(kwargs))
-        except _NO_SPLIT_FORM as error:
-            # DTensor's rules depend on shapes and placements, so all ranks come here alike. A
-            # mistake in the call itself fails again below, with torch's own words.
-            if isinstance(error, torch.OutOfMemoryError | dist.DistError):
-                raise
-            name = getattr(func, "__name__", str(func))
-            _log.info("tensor parallel: %s is computed whole on every rank (%s)", name, error)
+        args_on_mesh, kwargs_on_mesh = wrapped(args), wrapped(kwargs)
+        if not self.forms.has(func, args_on_mesh, kwargs_on_mesh, self.mesh):
             return _whole(func, args, kwargs)
-        if any(_is_odd_sum(t) for t in tensors(result)):
-            return _whole(func, args, kwargs)
-        return result
+        return func(*args_on_mesh, **kwargs_on_mesh)
 
 
 def _whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -134,13 +132,6 @@ def _whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(whole, *plain(others), **plain(kwargs))
     target.copy_(replicated(whole, mesh).redistribute(mesh, target.placements))
     return target if result is whole else result
-
-
-def _is_odd_sum(tensor: Tensor) -> bool:
-    """A sum still to be made that DTensor can make only in the case it was invented for."""
-    if not isinstance(tensor, DTensor):
-        return False
-    return any(p.is_partial() and type(p) is not Partial for p in tensor.placements)
 
 
 def _works_in_place(func: Any) -> bool:
@@ -194,6 +185,10 @@ def _any_option(more: dict[str, Any]) -> bool:
 
 def _attention(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return split_attention(mesh, *args, **kwargs)
+
+
+def _multi_head(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return split_multi_head_attention(mesh, *args, **kwargs)
 
 
 def _dropout(mesh: DeviceMesh, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -322,6 +317,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multi_head,
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys((F.dropout, F.alpha_dropout, F.feature_alpha_dropout), _dropout),
     **dict.fromkeys(
@@ -336,6 +332,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.unflatten, torch.unflatten), _apart(_unflatten)),
     Tensor.__getitem__: _apart(packed.item),
 }
+# Told the mesh of the ranks, whatever their arguments are spread over.
+_MIXES_MESHES = {F.scaled_dot_product_attention}
 _CASTS = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type)
 # DTensor answers these from one rank's part of a sum or of an uneven tensor (torch 2.13).
 _LOOKS_AT_VALUES = {

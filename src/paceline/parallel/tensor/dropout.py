@@ -8,7 +8,8 @@ all of them stays equal, and on its own heads or features a rank must draw numbe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from paceline.nested import map_tensors, tensors
-from paceline.parallel.tensor.shards import gathered, is_packed, runs_of, wrap
-from paceline.randomness import ForwardRandomness, TensorPart
+from paceline.parallel.tensor.shards import gathered, is_packed, rows_of, runs_of, wrap
+from paceline.randomness import ForwardRandomness, TensorPart, active
 
 
 def split_dropout(mesh: DeviceMesh, function: Any, x: DTensor, *args: Any, **others: Any) -> Tensor:
@@ -52,6 +53,24 @@ def draw_part(
         y = randomness.draw(function, args, kwargs)
     in_place = y is next(tensors((args, kwargs)))
     return x if in_place else wrap(y, mesh, where, x.shape)
+
+
+def own_heads(
+    mesh: DeviceMesh, shape: Sequence[int], dim: int
+) -> contextlib.AbstractContextManager[None]:
+    """What is drawn inside is for this rank's part, along ``dim``, of a tensor of ``shape``."""
+    randomness = active()
+    if randomness is None:
+        return own_randomness(mesh)
+    runs = [[(0, size)] for size in shape]
+    runs[dim] = [rows_of(shape[dim], mesh.size(), mesh.get_local_rank())]
+    return randomness.on_part(TensorPart(tuple(shape), runs))
+
+
+def drawing(function: Any) -> Any:
+    """``function``, which draws, on plain tensors: whatever mode is on, or none."""
+    randomness = active()
+    return function if randomness is None else functools.partial(randomness.call, function)
 
 
 def _local(tensor: Tensor) -> Tensor:

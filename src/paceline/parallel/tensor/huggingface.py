@@ -12,7 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from paceline.parallel.tensor.splittable import kind_of, splittable_modules, why_not_split
+from paceline.parallel.tensor.splittable import (
+    kind_of,
+    splittable_modules,
+    why_not_divided,
+    why_not_split,
+)
 
 # Hugging Face's words, and ours.
 _STYLES = {
@@ -36,12 +41,20 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 
 
 def translated(
-    model: Any, own: Mapping[str, str], vocabulary: bool
+    model: Any, own: Mapping[str, str], vocabulary: bool, tp: int
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The model's plan in our words; styles we have no word for stay whole, and say so."""
     roles: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for name in splittable_modules(model):
+        module = model.get_submodule(name)
+        kind = kind_of(module)
+        if kind in ("attention", "experts"):
+            why = why_not_divided(kind, module, tp)
+            roles[name] = "replicate" if why else kind
+            if why:
+                reasons[name] = why
+            continue
         style = next((s for p, s in own.items() if fnmatch.fnmatchcase(name, p)), None)
         if style is None:
             reasons[name] = "the model's own plan does not name it"

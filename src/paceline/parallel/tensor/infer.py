@@ -7,9 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from paceline.parallel.tensor.checks import check_heads_divide
+from paceline.parallel.tensor.checks import check_heads_divide, share_heads
 from paceline.parallel.tensor.data_flow import Findings, trace
-from paceline.parallel.tensor.splittable import features, kind_of, why_not_split
+from paceline.parallel.tensor.splittable import (
+    features,
+    kind_of,
+    splittable_modules,
+    why_not_divided,
+    why_not_split,
+)
 
 _ROWS_A_RANK = 16  # an embedding with fewer rows a rank is not worth a collective
 
@@ -28,18 +34,21 @@ def infer(
             continue
         reached = found.consumed | (found.losses if vocabulary else set())
         bad = dict(found.whole) or {
-            name: _not_taken(name in found.losses) for name in found.columns if name not in reached
+            name: _not_taken(name, found) for name in found.columns if name not in reached
         }
         if not bad:
             break
         fixed.update(bad)
     roles, reasons = _roles(model, tp, found, packing, fixed, vocabulary)
+    roles, reasons = share_heads(found, tp, roles, reasons)
     check_heads_divide(model, tp, found, roles)
     return roles, reasons
 
 
-def _not_taken(in_loss: bool) -> str:
-    if in_loss:
+def _not_taken(name: str, found: Findings) -> str:
+    if found.shared.get(name) == 1:
+        return "it makes one head of keys or values, which every rank needs"
+    if name in found.losses:
         return "it ends in the loss, and vocabulary=False keeps that whole"
     return "no later layer takes its output split"
 
@@ -54,19 +63,23 @@ def _roles(
 ) -> tuple[dict[str, str], dict[str, str]]:
     roles: dict[str, str] = {}
     reasons: dict[str, str] = {}
+    splittable = set(splittable_modules(model))
     for name, module in model.named_modules():
         kind = kind_of(module)
+        if kind is not None and name not in splittable:
+            continue
         if kind == "embedding":
             why = _embedding_reason(name, module, tp, found, vocabulary)
             roles[name] = "replicate" if why else "vocabulary"
             if why:
                 reasons[name] = why
+        elif kind in ("attention", "experts"):
+            why = why_not_divided(kind, module, tp)
+            roles[name] = "replicate" if why else kind
+            if why:
+                reasons[name] = why
         elif kind is None:
-            if own := [k for k, p in module._parameters.items() if p is not None and p.ndim > 1]:
-                reasons[name] = why_not_split(module) or (
-                    f"{type(module).__name__} is not a linear layer or an embedding "
-                    f"({', '.join(own)})"
-                )
+            continue
         elif name in found.rows:
             roles[name] = "row"
         elif name in found.columns and name not in fixed:
@@ -113,6 +126,8 @@ def _settle_ties(
     sharing: dict[int, list[str]] = {}
     for name in roles:
         weight = model.get_submodule(name)._parameters.get("weight")
+        if weight is None:
+            continue
         sharing.setdefault(id(weight), []).append(name)
     for names in sharing.values():
         idle = [name for name in names if name not in called]  # bound by what the others do

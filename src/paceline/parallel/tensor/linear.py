@@ -66,7 +66,7 @@ def _column(
 ) -> DTensor:
     mesh = weight.device_mesh
     # Each rank's output depends on all of x: its gradient is a term of a sum.
-    whole = _shared_input(x, mesh).to_local(grad_placements=[Partial()])
+    whole = shared_input(x, mesh).to_local(grad_placements=[Partial()])
     matrix = weight.to_local()
     local_bias = None
     if bias is not None:
@@ -85,7 +85,7 @@ def wrap_like_rows(bias: Tensor, mesh: DeviceMesh, chunks: int) -> DTensor:
     return wrap(cut(apart, mesh, 0, chunks), mesh, placement(0, chunks), bias.shape)
 
 
-def _shared_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def shared_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """``x`` whole on every rank, made once for all layers that read it.
 
     Queries, keys and values are made from the same input. Wrapped once, their gradients are added
@@ -153,7 +153,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose output features are spread over the ranks of ``mesh``.
 
     ``forward(x)`` takes ``x`` whole. With ``gather_output`` the result is whole and plain;
-    otherwise it is a DTensor split along its last dimension, for a :class:`RowParallelLinear`.
+    otherwise it is a DTensor split along its last dimension, for a ``RowParallelLinear``.
     ``from_linear`` splits a layer that every rank holds alike; made new, every rank must have
     seeded torch alike, since the weights drawn are those of ``nn.Linear``.
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import LayoutError
 
@@ -14,6 +14,9 @@ ROLES = {
     "column": "output features split; a row-parallel layer follows",
     "row": "input features split; outputs summed over the ranks",
     "packed:N": "column, of N layers in one (queries, keys and values: packed:3)",
+    "heads:N": "column, of N heads of keys or values, fewer than ranks: several hold each",
+    "attention": "an nn.MultiheadAttention with its heads split",
+    "experts": "stacked experts, the hidden features of each split",
     "vocabulary": "embedding rows, or output features with the loss, split",
     "gather": "output features split, then put together",
     "replicate": "whole on every rank",
@@ -24,8 +27,11 @@ ROLES = {
 class TensorPlan:
     """What ``apply_plan`` does to a model.
 
-    ``roles`` maps module names to roles (see :data:`ROLES`), ``reasons`` the names of modules that
-    stay whole to why. ``source`` says where the plan comes from.
+    ``roles`` maps module names to roles (see ``ROLES``), ``reasons`` the names of modules that
+    stay whole to why. ``source`` says where the plan comes from. ``ties`` maps parameters that are
+    split because a module with a role shares them to the dimension and the number of chunks: a
+    pipeline stage may hold one without the other. Of the model's parameters, ``split_share`` are
+    split, and each rank holds ``held_share`` (the part of one rank, and all that is whole).
     """
 
     tp: int
@@ -33,6 +39,9 @@ class TensorPlan:
     reasons: Mapping[str, str] = field(default_factory=dict)
     source: str = "given"
     sequence: bool = False
+    ties: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    split_share: float = 0.0
+    held_share: float = 1.0
 
     def __str__(self) -> str:
         head = f"tensor-parallel plan for tp={self.tp} ({self.source})"
@@ -43,10 +52,43 @@ class TensorPlan:
         merged = _merge(rows)
         if not merged:
             return f"{head}\n  nothing is split"
+        head += f"\n{self.shares}"
         width = max(len(name) for name, _, _ in merged)
         role_width = max(len(role) for _, role, _ in merged)
         lines = [f"  {n:<{width}}  {r:<{role_width}}  {why}".rstrip() for n, r, why in merged]
         return "\n".join([head, *lines])
+
+    @property
+    def shares(self) -> str:
+        """What each rank holds, in words."""
+        return (
+            f"each of {self.tp} ranks holds {self.held_share:.0%} of the parameters: "
+            f"{self.split_share:.0%} are split, the rest is whole on every rank"
+        )
+
+    def summary(self, most: int = 6) -> str:
+        """``shares``, and which layers stay whole, and why."""
+        rows = _merge([(name, "", why) for name, why in self.reasons.items()])
+        told = [f"{name} ({why})" for name, _, why in rows[:most]]
+        more = f", and {len(rows) - most} more" if len(rows) > most else ""
+        return f"tensor parallel: {self.shares}" + (
+            f". Whole: {', '.join(told)}{more}" if told else ""
+        )
+
+
+def common_plan(plans: Sequence[TensorPlan]) -> TensorPlan:
+    """What all of ``plans``, one of each rank, say; a layer on which they differ stays whole."""
+    first = plans[0]
+    differ = sorted(
+        name
+        for name in {name for plan in plans for name in plan.roles}
+        if len({plan.roles.get(name, "replicate") for plan in plans}) > 1
+    )
+    if not differ:
+        return first
+    roles = {name: "replicate" if name in differ else role for name, role in first.roles.items()}
+    why = dict.fromkeys(differ, "the ranks found different plans for it")
+    return replace(first, roles=roles, reasons={**first.reasons, **why}, ties={})
 
 
 def _merge(rows: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
@@ -78,10 +120,10 @@ def _span(numbers: list[int]) -> str:
 
 def check_role(role: str, where: str) -> None:
     """Refuse a role that does not exist."""
-    number = re.fullmatch(r"packed:(\d+)", role)
+    number = re.fullmatch(r"(?:packed|heads):(\d+)", role)
     if number is not None and int(number[1]) >= 2:
         return
-    if role not in ROLES or role == "packed:N":
+    if role not in ROLES or role.endswith(":N"):
         close = difflib.get_close_matches(role, ROLES, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise LayoutError(
@@ -120,3 +162,8 @@ def _near(pattern: str, names: list[str]) -> str:
 def chunks_of(role: str) -> int:
     """How many layers a packed one stands for; 1 for every other role."""
     return int(role.removeprefix("packed:")) if role.startswith("packed:") else 1
+
+
+def heads_of(role: str) -> int | None:
+    """How many heads a layer makes whose heads several ranks share; ``None`` for other roles."""
+    return int(role.removeprefix("heads:")) if role.startswith("heads:") else None

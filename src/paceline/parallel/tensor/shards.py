@@ -22,6 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from paceline.nested import map_tensors
+from paceline.world.group import backend_by_device
+
+COPIES = "tp_copies"
+"""The axis of a mesh along which ``tp`` ranks hold the same part; see shared_heads.py."""
 
 
 def placement(dim: int, chunks: int = 1) -> Placement:
@@ -39,6 +43,14 @@ def is_packed(tensor: DTensor) -> bool:
     return isinstance(tensor.placements[-1], _StridedShard)
 
 
+def is_shared(tensor: Any) -> bool:
+    """Whether ``tensor`` is spread over a grid of heads and copies; see shared_heads.py."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names
+    return names is not None and names[-1] == COPIES
+
+
 def mark_logits(tensor: Any) -> Any:
     """Note that a split tensor is made of logits, which user code may do anything with."""
     if isinstance(tensor, DTensor):
@@ -47,7 +59,7 @@ def mark_logits(tensor: Any) -> Any:
 
 
 def are_logits(tensor: DTensor) -> bool:
-    """Whether :func:`mark_logits` noted it."""
+    """Whether ``mark_logits`` noted it."""
     return getattr(tensor, "_paceline_logits", False)
 
 
@@ -60,7 +72,11 @@ def rows_of(size: int, parts: int, index: int) -> tuple[int, int]:
 
 def cut(full: Tensor, mesh: DeviceMesh, dim: int, chunks: int = 1) -> Tensor:
     """This rank's part of ``full``, which every rank holds; memory of its own."""
-    parts, index = mesh.size(), mesh.get_local_rank()
+    return cut_part(full, mesh.size(), mesh.get_local_rank(), dim, chunks)
+
+
+def cut_part(full: Tensor, parts: int, index: int, dim: int, chunks: int = 1) -> Tensor:
+    """Part ``index`` of ``parts`` of ``full``; memory of its own."""
     pieces = []
     for chunk in full.chunk(chunks, dim):
         start, length = rows_of(chunk.shape[dim], parts, index)
@@ -74,8 +90,21 @@ _CONTIGUOUS = torch.contiguous_format
 def wrap(local: Tensor, mesh: DeviceMesh, where: Placement, shape: torch.Size) -> DTensor:
     """The tensor of global ``shape`` of which ``local`` is this rank's part."""
     stride = torch.empty(shape, device="meta").stride()
+    placements = [where, *[Replicate()] * (mesh.ndim - 1)]
     return DTensor.from_local(
-        local, mesh, [where], run_check=False, shape=shape, stride=tuple(stride)
+        local, mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
+    )
+
+
+def wrap_all(local: Tensor, like: DTensor) -> DTensor:
+    """The tensor that is spread as ``like`` is and of which ``local`` is this rank's part."""
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 
@@ -83,21 +112,39 @@ def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A plain tensor, equal on all ranks, as a DTensor; its gradient comes back summed."""
     if isinstance(tensor, DTensor):
         return tensor
-    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return DTensor.from_local(tensor, mesh, _whole_on(mesh), run_check=False)
 
 
 def as_split(tensor: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     """``tensor``, whatever it is, split along ``dim``."""
     if isinstance(tensor, DTensor) and is_packed(tensor):
         tensor = gathered(tensor)
-    return replicated(tensor, mesh).redistribute(mesh, [Shard(dim % tensor.ndim)])
+    return replicated(on_mesh(tensor, mesh), mesh).redistribute(mesh, [Shard(dim % tensor.ndim)])
 
 
 def as_whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """``tensor``, whatever it is, whole on every rank, as a DTensor."""
     if isinstance(tensor, DTensor) and is_packed(tensor):
         tensor = gathered(tensor)
-    return replicated(tensor, mesh).redistribute(mesh, [Replicate()])
+    return replicated(on_mesh(tensor, mesh), mesh).redistribute(mesh, _whole_on(mesh))
+
+
+def on_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``tensor``; where it is spread over the ranks as a grid of heads and copies, over ``mesh``.
+
+    Split along the same dimension where that divides by all ranks, else whole and plain.
+    """
+    if not isinstance(tensor, DTensor) or not is_shared(tensor):
+        return tensor
+    where, grid = tensor.placements[0], tensor.device_mesh
+    if not isinstance(where, Shard) or tensor.shape[where.dim] % mesh.size():
+        return gathered(tensor)
+    finer = tensor.redistribute(grid, [where, where])
+    return wrap(finer.to_local(), mesh, where, tensor.shape)
+
+
+def _whole_on(mesh: DeviceMesh) -> list[Placement]:
+    return [Replicate()] * mesh.ndim
 
 
 def summed(local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -132,7 +179,7 @@ def gathered(tensor: Tensor) -> Tensor:
         tensor = wrap(local, mesh, Shard(dim + 1), apart)
         whole = tensor.redistribute(mesh, [Replicate()]).to_local().flatten(dim, dim + 1)
     else:
-        whole = tensor.redistribute(mesh, [Replicate()]).to_local()
+        whole = tensor.redistribute(mesh, _whole_on(mesh)).to_local()
     # A view from inside DTensor's autograd function; a model may change what it gets in place.
     return whole.clone() if whole.requires_grad else whole
 
@@ -173,15 +220,15 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def local_of(full: Tensor, like: DTensor) -> Tensor:
-    """The part of ``full`` that this rank holds of ``like``; the inverse of :func:`full_tensor`."""
+    """The part of ``full`` that this rank holds of ``like``; the inverse of ``full_tensor``."""
     local = full
     for index in reversed(range(like.device_mesh.ndim)):
         found = _dim_and_chunks(like.placements[index])
         if found is not None:
             mesh = like.device_mesh
             dim, chunks = found
-            line = _Line(mesh.size(index), mesh.get_local_rank(index))
-            local = cut(local, line, dim, chunks if _is_tp(like, index) else 1)  # type: ignore[arg-type]
+            chunks = chunks if _is_tp(like, index) else 1
+            local = cut_part(local, mesh.size(index), mesh.get_local_rank(index), dim, chunks)
     return local.clone() if local is full else local
 
 
@@ -226,19 +273,6 @@ def _between(runs: Runs, start: int, end: int) -> Runs:
     return found
 
 
-class _Line:
-    """One dimension of a mesh, as :func:`cut` sees it."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def get_local_rank(self) -> int:
-        return self._rank
-
-
 def _dim_and_chunks(where: Any) -> tuple[int, int] | None:
     if isinstance(where, _StridedShard):
         return where.dim, int(where.split_factor)
@@ -278,7 +312,10 @@ def _gather(
     apart = local.unflatten(dim, (chunks, local.shape[dim] // chunks))
     padded = apart.new_zeros((*apart.shape[: dim + 1], max(lengths), *apart.shape[dim + 2 :]))
     padded.narrow(dim + 1, 0, apart.shape[dim + 1]).copy_(apart)
+    group = mesh.get_group(index)
+    if padded.device.type not in backend_by_device(group):
+        padded = padded.to(mesh.device_type)  # offloaded, and NCCL takes nothing from the CPU
     received = [torch.empty_like(padded) for _ in range(parts)]
-    dist.all_gather(received, padded, group=mesh.get_group(index))
+    dist.all_gather(received, padded, group=group)
     trimmed = [r.narrow(dim + 1, 0, n) for r, n in zip(received, lengths, strict=True)]
-    return torch.cat(trimmed, dim + 1).flatten(dim, dim + 1)
+    return torch.cat(trimmed, dim + 1).flatten(dim, dim + 1).to(local.device)

@@ -1,8 +1,8 @@
 """How a split travels through an operation: pure functions over shapes, for finding plans.
 
-A :class:`Split` says that a dimension of a tensor is cut into ``chunks`` equal chunks, each of
+A ``Split`` says that a dimension of a tensor is cut into ``chunks`` equal chunks, each of
 which is spread over the ranks. Rules answer with the split of the outputs, or raise
-:class:`NeedsWhole` where the operation needs the dimension whole.
+``NeedsWhole`` where the operation needs the dimension whole.
 """
 
 from __future__ import annotations
@@ -22,16 +22,39 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Split:
-    """``units`` are the sizes that have to divide by the number of ranks for this to work out."""
+    """``units`` are, by origin, the sizes that have to divide by the number of ranks.
+
+    ``shared`` are those among them that several others share, as queries do a head of keys:
+    ``is_expanded`` says that the dimension behind the split one repeats values.
+    """
 
     dim: int
     chunks: int
     origins: frozenset[str]
-    units: frozenset[int] = frozenset()
+    units: frozenset[tuple[str, int]] = frozenset()
+    shared: frozenset[tuple[str, int]] = frozenset()
+    is_expanded: bool = False
 
     def at(self, dim: int) -> Split:
         """The same split, elsewhere."""
         return replace(self, dim=dim)
+
+    def with_unit(self, unit: int) -> Split:
+        """The same split, of that many units."""
+        return replace(self, units=self.units | {(name, unit) for name in self.origins})
+
+    def sharing(self, heads: int) -> Split:
+        """The same split, each of its ``heads`` shared by several others."""
+        return replace(self, shared=self.shared | {(name, heads) for name in self.origins})
+
+    def joined(self, other: Split) -> Split:
+        """What comes of both, split where this one is."""
+        return replace(
+            self,
+            origins=self.origins | other.origins,
+            units=self.units | other.units,
+            shared=self.shared | other.shared,
+        )
 
 
 class NeedsWhole(Exception):
@@ -55,8 +78,10 @@ def reshaped(split: Split, before: Sequence[int], after: Sequence[int]) -> Split
             if blocks % outer or size % (blocks // outer):
                 raise NeedsWhole
             chunks = blocks // outer
-            unit = size // chunks
-            return Split(dim, chunks, split.origins, split.units | {unit})
+            heads, unit = before[split.dim] // split.chunks, size // chunks
+            if split.is_expanded and unit > heads:  # each head written out for those that share it
+                split = split.sharing(heads)
+            return replace(split, dim=dim, chunks=chunks, is_expanded=False).with_unit(unit)
         outer *= size
     raise NeedsWhole
 
@@ -81,9 +106,7 @@ def pointwise(args: Any, kwargs: Any, splits: list[Split | None], out: Any) -> S
         elif (found.dim, found.chunks) != (here.dim, here.chunks):
             raise NeedsWhole
         else:
-            found = replace(
-                found, origins=found.origins | here.origins, units=found.units | here.units
-            )
+            found = found.joined(here)
     assert found is not None
     return found
 
@@ -106,8 +129,13 @@ def _t(args: Any, kwargs: Any, splits: list[Split | None], out: Any) -> Split:
 
 
 def _expand(args: Any, kwargs: Any, splits: list[Split | None], out: Any) -> Split:
-    assert splits[0] is not None
-    return splits[0].at(splits[0].dim + out.ndim - args[0].ndim)
+    split = splits[0]
+    assert split is not None
+    moved = split.at(split.dim + out.ndim - args[0].ndim)
+    last = split.dim == args[0].ndim - 1
+    if not last and args[0].shape[split.dim + 1] == 1 < out.shape[moved.dim + 1]:
+        return replace(moved, is_expanded=True)
+    return moved
 
 
 def _unsqueeze(args: Any, kwargs: Any, splits: list[Split | None], out: Any) -> Split:

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-Kind = Literal["out_first", "in_first", "embedding"]
-"""A linear layer whose weight is (out, in), one whose weight is (in, out), or an embedding."""
+from paceline.parallel.tensor.experts import expert_parts, hidden_features
+from paceline.parallel.tensor.multihead_attention import attention_parts
+from paceline.parallel.tensor.plan import chunks_of
+
+Kind = Literal["out_first", "in_first", "embedding", "attention", "experts"]
+"""A linear layer whose weight is (out, in), one whose weight is (in, out), an embedding, an
+``nn.MultiheadAttention``, or stacked experts."""
 
 _found: dict[tuple[type, torch.Size, bool], Kind | None] = {}
 
@@ -19,6 +24,10 @@ def kind_of(module: nn.Module) -> Kind | None:
     """What ``module`` is; ``None`` for everything that cannot be split by its weight alone."""
     if isinstance(module, nn.Embedding):
         return "embedding" if type(module).forward is nn.Embedding.forward else None
+    if isinstance(module, nn.MultiheadAttention):
+        return "attention" if type(module).forward is nn.MultiheadAttention.forward else None
+    if expert_parts(module) is not None:
+        return "experts"
     weight = module._parameters.get("weight")
     bias = module._parameters.get("bias")
     others = set(module._parameters) - {"weight", "bias"}
@@ -56,9 +65,52 @@ def features(module: nn.Module) -> tuple[int, int]:
     return (rows, columns) if kind_of(module) == "in_first" else (columns, rows)
 
 
+def parts(kind: Kind, role: str, module: nn.Module) -> dict[str, tuple[int, int]]:
+    """``{parameter: (dim, chunks)}`` that a role splits; a row-parallel bias stays whole."""
+    if kind == "attention":
+        assert isinstance(module, nn.MultiheadAttention)
+        return attention_parts(module)
+    if kind == "experts":
+        found = expert_parts(module) or {}
+        return {key: part for key, part in found.items() if part is not None}
+    chunks = chunks_of(role)
+    if role == "row":
+        return {"weight": (0 if kind == "in_first" else 1, 1)}
+    made = {"weight": (1 if kind == "in_first" else 0, chunks)}
+    if module._parameters.get("bias") is not None:
+        made["bias"] = (0, chunks)
+    return made
+
+
+def why_not_divided(kind: Kind, module: nn.Module, tp: int) -> str | None:
+    """Why heads or experts cannot be spread over ``tp`` ranks; ``None`` if they can."""
+    if kind == "attention":
+        assert isinstance(module, nn.MultiheadAttention)
+        heads = module.num_heads
+        return f"its {heads} heads do not divide by tp={tp}" if heads % tp else None
+    hidden = hidden_features(module)
+    if hidden % (_ALIGNED * tp):
+        return (
+            f"its {hidden} hidden features are no multiple of {_ALIGNED} on each of {tp} ranks, "
+            "which grouped products need"
+        )
+    return None
+
+
+_ALIGNED = 8  # 16 bytes in bf16
+
+
 def splittable_modules(model: nn.Module) -> list[str]:
     """The names of the modules of ``model`` that can be split."""
-    return [name for name, module in model.named_modules() if kind_of(module) is not None]
+    names: list[str] = []
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind == "attention":  # its output projection is a module, but never called as one
+            inside.update(id(child) for child in module.children())
+        if kind is not None and id(module) not in inside:
+            names.append(name)
+    return names
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.formatting import one_of
 from paceline.prove._planted import data_parallel, model_parallel
 from paceline.prove.cases import Case
 
@@ -57,16 +58,16 @@ _NAMES = {
 
 
 def find_plant(name: str) -> Plant:
-    """The bug ``name``; raises :class:`ConfigError` where there is none of that name."""
+    """The bug ``name``; raises ``ConfigError`` where there is none of that name."""
     if name not in PLANTS:
-        raise ConfigError(f"plant {name!r} is not one of {', '.join(PLANTS)}")
+        raise ConfigError(f"plant {name!r} must be {one_of(PLANTS)}")
     return PLANTS[name]
 
 
 def check_plant(
     plant: Plant, cases: Sequence[Case], *, clip_norm: float | None, global_batch: int
 ) -> None:
-    """Raise :class:`ConfigError` where a bug could not show on one of ``cases``."""
+    """Raise ``ConfigError`` where a bug could not show on one of ``cases``."""
     problems = []
     if plant.clipping and clip_norm is None:
         problems.append(f"plant {plant.name!r} needs clipping: set clip_norm (train.clip_norm)")

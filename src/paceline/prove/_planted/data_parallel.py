@@ -16,7 +16,7 @@ from paceline.engine import step as step_module
 from paceline.engine.batch import batch_size
 from paceline.engine.context import StepContext
 from paceline.engine.microbatches import Microbatches
-from paceline.parallel import spread as spread_module
+from paceline.parallel import distributed_model
 from paceline.parallel.dtensor import cuts, local
 from paceline.prove.observed_run import tied
 from paceline.prove.samples import swapped, take
@@ -50,7 +50,7 @@ def missing_all_reduce() -> Iterator[None]:
     # DDP averages in the last backward; where it has no part, it is done after it.
     with (
         wrapped(SynchronousSGD, "microbatch", make),
-        swapped(spread_module, "average_gradients", lambda *_: None),
+        swapped(distributed_model, "average_gradients", lambda *_: None),
     ):
         yield
 

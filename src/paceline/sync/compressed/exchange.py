@@ -2,7 +2,7 @@
 
 Everything here happens in one thread, bucket after bucket in the same order on every rank; each
 bucket is exchanged by straight code that waits for its messages. On a CPU that thread is a
-:class:`~paceline.sync.communication_thread.CommunicationThread` beside the backward.
+``CommunicationThread`` beside the backward.
 """
 
 from __future__ import annotations

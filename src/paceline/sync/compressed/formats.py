@@ -63,7 +63,7 @@ class Format(Protocol):
         """``values`` as bytes; as many for as many values on every rank."""
 
     def unpack(self, packed: Tensor, count: int, dtype: torch.dtype, turn: Turn) -> Tensor:
-        """What :meth:`pack` made of ``count`` values, as numbers again."""
+        """What ``pack`` made of ``count`` values, as numbers again."""
 
 
 @dataclass(frozen=True)

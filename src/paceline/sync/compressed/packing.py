@@ -24,7 +24,7 @@ def pack_signs(values: Tensor) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """``count`` numbers that are 1 or -1, from what :func:`pack_signs` gave."""
+    """``count`` numbers that are 1 or -1, from what ``pack_signs`` gave."""
     weights = torch.tensor(_BITS, dtype=torch.uint8, device=packed.device)
     bits = packed.unsqueeze(1).bitwise_and(weights).ne(0).view(-1)[:count]
     return bits.to(dtype).mul_(2).sub_(1)
@@ -42,7 +42,7 @@ def pack_positions(positions: Tensor, size: int) -> Tensor:
 
 
 def unpack_positions(packed: Tensor, count: int, size: int) -> Tensor:
-    """The positions, from what :func:`pack_positions` gave for ``count`` of them."""
+    """The positions, from what ``pack_positions`` gave for ``count`` of them."""
     blocks = blocks_of(size)
     counts = packed[: 4 * blocks].view(torch.int32)
     halves = packed[4 * blocks :].view(torch.int16).to(torch.int64)
@@ -54,7 +54,7 @@ def unpack_positions(packed: Tensor, count: int, size: int) -> Tensor:
 
 
 def packed_positions_size(count: int, size: int) -> int:
-    """The bytes that :func:`pack_positions` makes of ``count`` positions."""
+    """The bytes that ``pack_positions`` makes of ``count`` positions."""
     return 4 * blocks_of(size) + 2 * count
 
 

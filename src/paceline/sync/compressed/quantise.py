@@ -42,7 +42,7 @@ def to_int8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_int8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that :func:`to_int8` gave, as near as it kept them."""
+    """The numbers that ``to_int8`` gave, as near as it kept them."""
     padded = _padded(codes, INT8_BLOCK).view(-1, INT8_BLOCK).to(dtype)
     return padded.mul_(scales.to(dtype).unsqueeze(1)).view(-1)[: codes.numel()]
 

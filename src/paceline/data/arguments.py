@@ -1,15 +1,42 @@
-"""Checks of a loader's arguments, with the messages they give."""
+"""The arguments of a loader, and what is wrong with one."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import DataError
+from paceline.layout import Layout
+from paceline.layout.batch import BatchSizes
+
+
+@dataclass(frozen=True)
+class LoaderArguments:
+    """What ``paceline.loader`` was asked for, beside the data."""
+
+    sizes: BatchSizes
+    seed: int
+    shuffle: bool | None
+    drop_last: bool | None
+    workers: int | None
+    pin_memory: bool | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    rank: int | None
+    size: int | None
+    layout: str | Layout | None
+    sharded_by_rank: bool
+    compare: bool
+
+    def __post_init__(self) -> None:
+        for name in ("shuffle", "drop_last", "pin_memory", "sharded_by_rank", "compare"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise DataError(f"{name}={value!r} must be True or False.")
 
 
 def whole_number(name: str, value: Any, least: int, meaning: str) -> int:
-    """``value``, or :class:`DataError` unless it is a whole number from ``least`` up."""
+    """``value``, or ``DataError`` unless it is a whole number from ``least`` up."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise DataError(
             f"{name}={value!r} must be a whole number, {least} or more: it is the {meaning}."
@@ -18,7 +45,7 @@ def whole_number(name: str, value: Any, least: int, meaning: str) -> int:
 
 
 def check_rank(rank: object, size: object) -> None:
-    """Raise :class:`DataError` unless ``0 <= rank < size``."""
+    """Raise ``DataError`` unless ``0 <= rank < size``."""
     for name, value in (("rank", rank), ("size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise DataError(f"{name}={value!r} must be a whole number.")
@@ -31,26 +58,19 @@ def check_rank(rank: object, size: object) -> None:
 
 
 def check_seed(seed: Any) -> int:
-    """``seed``, or :class:`DataError` unless it is a whole number."""
+    """``seed``, or ``DataError`` unless it is a whole number."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise DataError(f"seed={seed!r} must be a whole number, like 0.")
     return seed
 
 
-def check_flags(**flags: Any) -> None:
-    """Raise :class:`DataError` unless each is True, False or ``None``."""
-    for name, value in flags.items():
-        if value is not None and not isinstance(value, bool):
-            raise DataError(f"{name}={value!r} must be True or False.")
-
-
 def check_workers(workers: Any) -> int:
-    """``workers``, or :class:`DataError` unless it is 0 or more."""
+    """``workers``, or ``DataError`` unless it is 0 or more."""
     return whole_number("workers", workers, 0, "number of processes that fetch ahead")
 
 
 def check_stream_workers(workers: int) -> None:
-    """Raise :class:`DataError` where a stream would be read by several workers."""
+    """Raise ``DataError`` where a stream would be read by several workers."""
     if workers > 1:
         raise DataError(
             f"workers={workers}: each worker would read its own copy of the stream, and the order "
@@ -60,7 +80,7 @@ def check_stream_workers(workers: int) -> None:
 
 
 def check_sharded(sharded_by_rank: bool, fixed: tuple[int, int] | None, drop_last: bool) -> None:
-    """Raise :class:`DataError` where ``sharded_by_rank`` does not go with the other arguments."""
+    """Raise ``DataError`` where ``sharded_by_rank`` does not go with the other arguments."""
     if sharded_by_rank and fixed is not None and fixed[1] > 1:
         raise DataError(
             f"sharded_by_rank=True with rank={fixed[0]}, size={fixed[1]}: ranks that read their "

@@ -12,19 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.layout import Coordinate, Layout
 from paceline.parallel.averaging import Averaging, average_gradients, exchange
-from paceline.parallel.dtensor import cuts
+from paceline.parallel.dtensor import cuts, is_first_copy
 from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.replicate import replicate
 from paceline.parallel.shard import Sharded
-from paceline.parallel.tensor import TensorPlan, plain
+from paceline.parallel.tensor import SplitForms, TensorPlan, plain
 from paceline.world import Group, World
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Spread:
-    """Made by :func:`paceline.parallel.apply_layout.spread`.
+class DistributedModel:
+    """Made by ``paceline.parallel.apply_layout``.
 
     ``module`` is what to call with a microbatch, unless ``pipeline`` runs all of them. ``held``
     are the parameters of this rank by their names in the whole model: more than one where a tied
@@ -43,6 +43,7 @@ class Spread:
         context: Context = contextlib.nullcontext,
         devices: Sequence[torch.device] = (),
         tensor_plan: TensorPlan | None = None,
+        split_forms: SplitForms | None = None,
         averaging: Averaging | None = None,
         bucket_mib: float | None = None,
     ) -> None:
@@ -53,11 +54,27 @@ class Spread:
         self.context = context
         self.devices = devices
         self.tensor_plan = tensor_plan  # print it, or pipeline.plan, to see what was decided
+        self._forms = split_forms
+        self._told_whole: set[str] = set()
+        self._notes = [] if tensor_plan is None else [tensor_plan.summary()]
         self._averaging, self._bucket_mib = averaging, bucket_mib
         self.coordinate = layout.coordinate(world.rank)
         self.data_group = data_group(world, layout)
         self.held = self._held()
         self._duplicates = set() if pipeline is None else {id(p) for p in pipeline.duplicates()}
+
+    def take_notes(self) -> list[str]:
+        """What there is to tell the user since this was last asked: what stays whole, and why."""
+        notes, self._notes = self._notes, []
+        whole = {} if self._forms is None else self._forms.whole
+        new = {name: why for name, why in whole.items() if name not in self._told_whole}
+        self._told_whole.update(new)
+        if new:
+            listed = "; ".join(f"{name} ({why})" for name, why in new.items())
+            notes.append(
+                f"tensor parallel: computed whole on every rank, for want of a split form: {listed}"
+            )
+        return notes
 
     @property
     def is_plain(self) -> bool:
@@ -151,7 +168,7 @@ class Spread:
             return False
         copy, shard = divmod(self.coordinate.dp, self.layout.shards)
         cut = cuts(parameter)
-        first_of_tp = "tp" in cut or self.coordinate.tp == 0
+        first_of_tp = is_first_copy(parameter) if "tp" in cut else self.coordinate.tp == 0
         first_of_shards = "shards" in cut or shard == 0
         return copy == 0 and first_of_tp and first_of_shards
 
@@ -173,7 +190,7 @@ class Spread:
 
 
 class LossFirst(nn.Module):
-    """Calls ``module`` and gives the loss beside the :class:`Term`.
+    """Calls ``module`` and gives the loss beside the ``Term``.
 
     FSDP2 watches the tensors that it finds in what a module returns. That must be the loss alone:
     nothing is differentiated from the model's output, so the term comes as a function.
@@ -207,7 +224,7 @@ def stage_holders(world: World, layout: Layout) -> Group:
 
 
 def data_ranks(world: World, layout: Layout) -> list[tuple[int, ...]]:
-    """The ranks of every :func:`data_group`, in the order in which torch is to make them."""
+    """The ranks of every ``data_group``, in the order in which torch is to make them."""
     return list(_members(world, layout, _same_piece).values())
 
 

@@ -1,11 +1,12 @@
 """The sections about how a model and its gradients are spread over ranks.
 
-Each is made of the options of the same name in :mod:`paceline.options`, and gives them by
+Each is made of the options of the same name in ``paceline.options``, and gives them by
 ``options()``, which are what the engine takes.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, model_validator
@@ -64,9 +65,9 @@ class OptionsSection(Section):
         check_as_options(self.options)
         return self
 
+    @abstractmethod
     def options(self) -> Any:
         """For the engine."""
-        raise NotImplementedError
 
 
 class ShardingSection(OptionsSection):
@@ -109,7 +110,7 @@ class PipelineSection(OptionsSection):
 
 
 class CompressSection(OptionsSection):
-    """In which form gradients travel; see docs/guides/compression.md."""
+    """The format in which gradients are sent; see docs/guides/compression.md."""
 
     format: Format = _compress("format")
     error_feedback: bool | None = _compress("error_feedback")
@@ -125,7 +126,7 @@ class CompressSection(OptionsSection):
 
 
 class LocalStepsSection(OptionsSection):
-    """Replicas that train alone and meet every so often; see docs/guides/local-steps.md."""
+    """Replicas that train alone and synchronise every so often; see docs/guides/local-steps.md."""
 
     every: int | None = _local("every", default=None, note="null: all ranks step together.")
     method: Literal["average", "diloco"] = _local("method")

@@ -23,7 +23,7 @@ from paceline.engine.precision import Precision
 from paceline.engine.randomness import share_random_stream
 from paceline.options import EngineOptions
 from paceline.parallel import sync_batchnorm
-from paceline.parallel.apply_layout import both, needs_sample, spread
+from paceline.parallel.apply_layout import apply_layout, both, needs_sample
 from paceline.parallel.loss_term import Term
 from paceline.parallel.meta import is_on_meta
 from paceline.parallel.offload import offload_state
@@ -31,7 +31,7 @@ from paceline.sync.replica import Replica
 from paceline.sync.synchronous import SynchronousSGD
 
 
-class Spreading:
+class ModelSetup:
     """Spreads one engine's model, and has its optimizer train what this rank holds of it."""
 
     def __init__(
@@ -57,14 +57,14 @@ class Spreading:
         """Whether what to split, or where to cut, is found by running the model."""
         return needs_sample(self._replica.layout, self._options)
 
-    def spread(self, batch: Any = None) -> None:
+    def apply_layout(self, batch: Any = None) -> None:
         """Spread the model; ``batch`` is the first one, where the layout needs it. A collective."""
         replica, precision, options = self._replica, self._precision, self._options
         layout, world = replica.layout, replica.world
         sample = None
         if batch is not None:
             sample = functools.partial(self._run_sample, self._sample(batch))
-        found = spread(
+        found = apply_layout(
             self._loss,
             replica.model,
             layout,

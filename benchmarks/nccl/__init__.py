@@ -1,0 +1,1 @@
+"""The parts of ``nccl_matrix.py``: many cases in one world, and what they are."""

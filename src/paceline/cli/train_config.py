@@ -1,0 +1,191 @@
+"""``paceline train CONFIG``: a run folder, the ranks, and the trackers that show them."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.console import say
+from paceline.cli.train_nodes import Joined, meet_about
+from paceline.cli.train_report import (
+    exit_status,
+    has_checkpoint,
+    is_finished,
+    mlflow_uri,
+    not_taken,
+    resume_hint,
+    say_done,
+    say_stopped,
+)
+from paceline.cli.train_request import TrainRequest
+from paceline.config import (
+    Config,
+    code_folders,
+    code_notes,
+    dump,
+    load,
+    resolve,
+    summary,
+    with_code,
+)
+from paceline.config.keys import flat
+from paceline.errors import ConfigError, RankFailed
+from paceline.launch.run_choice import RunChoice
+from paceline.launch.run_folder import RunFolder, open_run
+
+if TYPE_CHECKING:
+    from paceline.diagnose.hangs.oversee import HangOverseer
+    from paceline.track import Tracker
+
+
+def run_config(request: TrainRequest) -> None:
+    """Train what a config describes: make or open its run folder, start its ranks, show them."""
+    if request.resume is not None:
+        source = None
+        run = open_run(request.resume)
+        stored = load(run.config)
+        request.adjust_ranks_of(stored)
+        config = resolve(request.load(run.config))
+        if is_finished(run, stored, config):
+            return
+    else:
+        source = next(iter(request.configs), None)
+        with contextlib.suppress(ConfigError):  # said, with all other problems, by request.load
+            request.adjust_ranks_of(load(source))
+        config = resolve(request.load(source))
+    choice = RunChoice(request.resume, request.run_dir, config.track.run_dir, config.name)
+    with contextlib.ExitStack() as stack:
+        joined = None
+        say(summary(config))
+        for note in code_notes(config):
+            say(note)
+        config = with_code(config)
+        if config.launch.rdzv is not None:
+            joined = meet_about(config, choice, stack)
+            run = joined.run
+            say(joined.where())
+        else:
+            run = choice.make()
+            stack.enter_context(run.in_use())
+            if request.resume is None:
+                run.save_config(dump(config))
+        say(f"run folder: {run}")
+        settings = None if request.resume is None else _new_settings(config, run, stack)
+        own = None if joined is None else _own_config(config, stack)
+        _launch(config, run, joined, settings, own, resume=request.resume is not None)
+        if joined is not None and not joined.is_main:
+            say(f"done; the run is shown on node 0 ({joined.rendezvous.nodes[0]})")
+            return
+    say_done(config, run, source, resumed=request.resume is not None)
+
+
+def _new_settings(config: Config, run: RunFolder, stack: contextlib.ExitStack) -> Path | None:
+    """The settings with which a run goes on, outside of its folder, where they are other ones.
+
+    Its ranks put them there when all of them have accepted them: a resume that is refused, or
+    killed before, leaves the run as it was.
+    """
+    return None if run.has_config(dump(config)) else _own_config(config, stack)
+
+
+def _own_config(config: Config, stack: contextlib.ExitStack) -> Path:
+    """The config in a folder that is this launcher's alone.
+
+    Ranks of several machines get theirs from the launcher that starts them: a config is code, and
+    the run's folder may be one that another machine made.
+    """
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-settings-"))
+    file = Path(folder) / "config.yaml"
+    file.write_text(dump(config), encoding="utf-8")
+    return file
+
+
+def _launch(
+    config: Config,
+    run: RunFolder,
+    joined: Joined | None = None,
+    settings: Path | None = None,
+    own_config: Path | None = None,
+    *,
+    resume: bool,
+) -> None:
+    from paceline.launch.job import LocalJob
+    from paceline.launch.local import launch
+    from paceline.launch.restart_policy import RestartLimits
+    from paceline.track import following
+
+    assert isinstance(config.launch.nproc, int)
+    more: dict[str, Any] = {"events_dir": run.path}
+    arguments = []
+    if joined is not None:
+        more |= joined.job_options(config)
+        resume = joined.resume
+        arguments += [] if joined.shared else ["--own-folder"]
+    arguments += ["--resume"] if resume else []
+    arguments += [] if settings is None else ["--settings", str(settings)]
+    arguments += [] if own_config is None else ["--config", str(own_config)]
+    arguments += ["--code", *code_folders(config)]
+    job = LocalJob(
+        command=["-m", "paceline.trainer.run", str(run), *arguments],
+        nproc=config.launch.nproc,
+        log_dir=run.logs,
+        limits=RestartLimits(
+            config.launch.max_restarts, config.launch.max_preemptions, config.launch.backoff
+        ),
+        standby=config.launch.standby,
+        grace=config.launch.grace,
+        hang_watcher=None if config.hangs.after is None else lambda: _hang_watcher(config, run),
+        **more,
+    )
+    try:
+        # Of several machines, the one that is node 0 shows the run; another may come to be it.
+        with following(
+            run.path, _trackers(config, run), shown=lambda: joined is None or joined.is_main
+        ):
+            launch(job)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if joined is not None and not joined.rendezvous.is_closed():
+            say("this machine has left the run; the same command joins it again")
+            raise SystemExit(exit_status(stop)) from None
+        say_stopped(run, stop, settings)
+    except RankFailed as error:
+        if error.would_recur and not has_checkpoint(run):
+            raise  # to start it again would only repeat it
+        raise RankFailed(
+            f"{error}\n{not_taken(run, settings)}{resume_hint(run)}",
+            rank=error.rank,
+            exit_code=error.exit_code,
+            traceback=error.traceback,
+            would_recur=error.would_recur,
+        ) from None
+
+
+def _hang_watcher(config: Config, run: RunFolder) -> HangOverseer:
+    """Tells hangs to the events, and to the console where no progress bar shows those."""
+    from paceline.diagnose.hangs.oversee import HangOverseer, to_stderr
+
+    say = None if config.track.progress else to_stderr
+    return HangOverseer(action=config.hangs.action, events_dir=run.path, say=say)
+
+
+def _trackers(config: Config, run: RunFolder) -> list[Tracker]:
+    from paceline.track import MLflow, Progress, TensorBoard
+
+    trackers: list[Tracker] = []
+    if config.track.progress:
+        trackers.append(Progress())
+    if config.track.tensorboard:
+        trackers.append(TensorBoard(run.tensorboard))
+    if config.track.mlflow is not None:
+        trackers.append(
+            MLflow(
+                uri=mlflow_uri(config, run),
+                experiment=config.track.mlflow.experiment,
+                run_name=run.path.name,
+                run_dir=run.path,
+                params=flat(config.model_dump()),
+            )
+        )
+    return trackers

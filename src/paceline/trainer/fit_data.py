@@ -1,0 +1,101 @@
+"""The data of ``fit``: its loaders, and the sizes of its batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.data import Loader, loader, sizes_over
+from paceline.errors import DataError
+from paceline.layout.batch import BatchSizes
+from paceline.options import EngineOptions
+from paceline.options.rules import layout_in_world
+from paceline.trainer.base import TrainerBase
+from paceline.world import World
+
+
+def make_loader(trainer: TrainerBase, data: Any, name: str) -> Loader:
+    """The loader of ``data``, which is that of ``fit(train=…)`` or ``fit(val=…)`` by ``name``."""
+    training = name == "train"
+    if isinstance(data, Loader):
+        data.follow(trainer.engine.layout)
+        return data
+    stated = trainer.batch.stated()
+    if trainer.global_batch is not None:
+        stated["accumulate"] = None  # it is the engine's, then: the batch is stated
+    options = trainer.data
+    if isinstance(data, DataLoader):
+        streamed = isinstance(data.dataset, IterableDataset)
+        return loader(
+            data,
+            **stated,
+            seed=trainer.seed,
+            layout=trainer.engine.layout,
+            sharded_by_rank=options.sharded_by_rank and (training or streamed),
+            compare=options.compare,
+        )
+    check_batch_is_stated(trainer.batch, data, name)
+    streamed = not hasattr(data, "__getitem__")
+    return loader(
+        data,
+        **stated,
+        seed=trainer.seed,
+        shuffle=options.shuffle if training else False,
+        drop_last=options.drop_last and training,
+        workers=options.workers,
+        pin_memory=options.pin_memory,
+        collate_fn=options.collate_fn,
+        layout=trainer.engine.layout,
+        sharded_by_rank=options.sharded_by_rank and (training or streamed),
+        compare=options.compare,
+    )
+
+
+def check_batch_is_stated(batch: BatchSizes, data: Any, name: str) -> None:
+    """Refuse data that has no batch size of its own where nobody gave one."""
+    if data is None or isinstance(data, Loader | DataLoader) or batch.says_global:
+        return
+    raise DataError(
+        f"fit({name}=…) got a {type(data).__name__}: pass global_batch= to the Trainer, "
+        "the samples per optimizer step over all ranks, or per_device_batch=, those that "
+        "one rank puts through the model at once."
+    )
+
+
+def engine_options(
+    trainer: TrainerBase, train: Any, world: World, *, goes_on: bool
+) -> EngineOptions:
+    """The options of the engine, with the bound on a pass that the sizes of a batch come to."""
+    options = trainer.engine_options
+    layout = layout_in_world(options, world.size)
+    if isinstance(train, Loader):
+        if trainer.batch.per_device_batch is not None or trainer.batch.accumulate is not None:
+            raise DataError(
+                "fit(train=Loader): the Loader has its own batch. Say per_device_batch and "
+                "accumulate to paceline.loader(...), not to the Trainer."
+            )
+        train.follow(layout)
+        micro = train.microbatch
+    else:
+        micro = sizes_over(train, trainer.batch).on(layout.dp, exact=not goes_on).microbatch
+    if micro is None:
+        return options
+    BatchSizes(per_device_batch=micro, microbatch=options.microbatch)  # they agree
+    return replace(options, microbatch=micro)
+
+
+def expect_all_ranks(*loaders: Loader | None, alone: bool) -> None:
+    """All ranks read these loaders; those that train ``alone`` wait for each other less often."""
+    for each in loaders:
+        if each is not None:
+            each.expect_all_ranks(every_batch=not alone)
+
+
+def total_steps(train: Loader, epochs: int | None, steps: int | None) -> int | None:
+    """How many steps a run has; ``None`` where the data does not say."""
+    if steps is not None:
+        return steps
+    assert epochs is not None
+    return None if train.steps_per_epoch is None else epochs * train.steps_per_epoch
