@@ -10,7 +10,7 @@ from paceline.randomness.table import DrawnNumbers, TensorPart
 
 
 class Drawing(Protocol):
-    """Gives the numbers of one draw after the other: :class:`paceline.randomness.forward`'s."""
+    """Gives the numbers of one draw after the other: ``paceline.randomness.forward``'s."""
 
     current: Any
     """The samples of the microbatch; None outside of a forward pass."""
@@ -33,7 +33,7 @@ class Drawing(Protocol):
         """The numbers of one draw; None where it is left to the rank's own stream.
 
         ``what`` is the function, ``shape`` that of what this rank holds. ``shared``: all samples
-        see the same numbers. See :func:`paceline.randomness.attribution.attribute` for the rest.
+        see the same numbers. See ``paceline.randomness.attribution.attribute`` for the rest.
         """
 
     def leave(self, what: Any, shape: tuple[int, ...]) -> None:

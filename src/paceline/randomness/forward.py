@@ -69,7 +69,7 @@ class ForwardRandomness:
     """Draws for the forward passes of one model.
 
     ``seed`` is the same on all ranks. What cannot be attributed to samples is refused if
-    ``strict``, and else left to the rank's own stream and named in :meth:`take_notes`.
+    ``strict``, and else left to the rank's own stream and named in ``take_notes``.
     """
 
     def __init__(self, seed: int, *, strict: bool = False, off: bool = False) -> None:
@@ -175,7 +175,7 @@ class ForwardRandomness:
         shared: bool = False,
         **hints: bool,
     ) -> DrawnNumbers | None:
-        """The numbers of one draw, as :class:`paceline.randomness.drawing.Drawing` says."""
+        """The numbers of one draw, as ``paceline.randomness.drawing.Drawing`` says."""
         part, rows = self.part, self.current
         assert rows is not None
         whole = tuple(shape) if part is None else part.shape
@@ -257,12 +257,12 @@ class ForwardRandomness:
             self.part = before
 
     def draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What ``function`` of :data:`draws.HANDLERS` gives, on plain tensors."""
+        """What ``function`` of ``draws.HANDLERS`` gives, on plain tensors."""
         result = draws.HANDLERS[function](self, function, args, kwargs)
         return function(*args, **kwargs) if result is NotImplemented else result
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`draw`."""
+        """As ``draw``."""
         return self.draw(function, args, kwargs)
 
     # ------------------------------------------------------------------ recomputation

@@ -86,7 +86,7 @@ them in a thread of its own, has the caller wait for it."""
 
 
 def watch(named: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
-    """Have the modules report to :data:`RUNNING`, under these names in the whole model."""
+    """Have the modules report to ``RUNNING``, under these names in the whole model."""
     for name, module in named:
         own = words(2, "module", name)
         site = Site(name, own, type(module).__name__, _is_time_first(module))
@@ -125,7 +125,7 @@ def _around(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., An
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether :func:`watch` knows it."""
+    """Whether ``watch`` knows it."""
     return hasattr(module, _SITE)
 
 
