@@ -8,11 +8,13 @@ them: ``parallel/tensor/shards.py`` (``_StridedShard``), ``parallel/pipeline/tor
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -135,3 +137,92 @@ def abort_process_groups() -> None:
     ``destroy_process_group`` would wait for it, and so for ranks that may never come.
     """
     dist.distributed_c10d._abort_process_group()
+
+
+# ---- modules ----
+
+_HOOK = -1
+"""The key of our hooks: torch's own are counted up from 0, so none of a user's is replaced."""
+
+
+def set_shared_hooks(
+    module: nn.Module,
+    before: Callable[[nn.Module, Any], None],
+    after: Callable[[nn.Module, Any, Any], None],
+) -> None:
+    """Have ``before`` and ``after`` called around the module's forward; once, however often set.
+
+    As hooks that are registered, but under one key for all modules: compiled code holds on to the
+    keys, and blocks of one kind would no longer share it.
+    """
+    hooks: Any = module._forward_pre_hooks
+    hooks[_HOOK] = before
+    hooks.move_to_end(_HOOK, last=False)
+    module._forward_hooks[_HOOK] = after
+
+
+def around_compiled_call(
+    module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> bool:
+    """Put ``wrap`` around the compiled code of ``module``; whether it has any (``compile()``)."""
+    compiled = getattr(module, "_compiled_call_impl", None)
+    if compiled is None:
+        return False
+    module._compiled_call_impl = wrap(compiled)
+    return True
+
+
+# ---- functions of torch that are written in Python ----
+
+
+def without_override_check(function: Any) -> Any:
+    """``function`` of torch without its first lines, which hand the call to a mode.
+
+    Called inside a mode, the functions that it calls are seen by the mode one by one.
+    """
+    names = {
+        "has_torch_function": lambda _: False,
+        "has_torch_function_unary": lambda _: False,
+        "has_torch_function_variadic": lambda *_: False,
+    }
+    own = {**function.__globals__, **names}
+    made = types.FunctionType(
+        function.__code__, own, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+# ---- activation checkpointing ----
+
+
+def around_recomputation(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have ``torch.utils.checkpoint`` recompute by ``wrap(function)``; for good, in this process.
+
+    ``wrap`` is called before the first pass. Whoever calls ``checkpoint``: a model's own code, or
+    Hugging Face's.
+    """
+    once = torch_checkpoint._checkpoint_without_reentrant_generator
+    reentrant = torch_checkpoint.CheckpointFunction
+
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return once(wrap(function), *args, **kwargs)
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], *args: Any) -> Any:
+            return reentrant.apply(_second_by(wrap(function), function), *args)
+
+    patched: Any = torch_checkpoint
+    patched._checkpoint_without_reentrant_generator = generator
+    patched.CheckpointFunction = Reentrant
+
+
+def _second_by(again: Callable[..., Any], first: Callable[..., Any]) -> Callable[..., Any]:
+    """``first`` when it is called for the first time, ``again`` from then on."""
+    calls = iter((first,))
+
+    def call(*args: Any) -> Any:
+        return next(calls, again)(*args)
+
+    return call

@@ -49,7 +49,7 @@ def test_sound_layouts(
     assert "2 steps of 6 samples in fp64, against one process:" in printed.out
     assert printed.out.count("same") == 2
     assert "note: steps of 6 samples, not the config's 32 (--global-batch)" in printed.out
-    assert "note: dropout was off in every run" in printed.out
+    assert "do not know the layout: they were on in every run" in printed.out
     assert printed.err == ""  # no terminal, no progress line
     assert list(tmp_path.iterdir()) == []
 

@@ -479,7 +479,7 @@ WRONG = {
         "Engine got an unknown argument clip. Did you mean clip_norm? It takes "
         "checkpoint_activations, clip_norm, clip_value, compile, compress, count, device_map, "
         "forward, init, initial_weights, layout, local_steps, max_memory, microbatch, nonfinite, "
-        "pipeline, precision, reduction, schedule, sharding, sync_batchnorm, tensor.",
+        "pipeline, precision, randomness, reduction, schedule, sharding, sync_batchnorm, tensor.",
     ),
     "not a module": (
         TrainingError,

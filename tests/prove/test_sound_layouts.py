@@ -77,10 +77,13 @@ def test_own_precision_is_judged_by_reordered_runs(precision: str, rank_pool: Ra
     assert any("in another order and cut" in note for note in report.notes)
 
 
-def test_dropout_is_off_and_the_report_says_so(rank_pool: RankPool) -> None:
-    report = paceline.verify(
-        **subject("gpt"), layouts=["dp=2"], global_batch=4, steps=1, pool=rank_pool
-    )
+def test_dropout_is_on_unless_it_knows_the_layout(rank_pool: RankPool) -> None:
+    """The report says which; with masks of each rank's own no layout could repeat one process."""
+    shared = {"layouts": ["dp=2"], "global_batch": 4, "steps": 1, "pool": rank_pool}
+    report = paceline.verify(**subject("gpt"), **shared)
+    assert report.ok, str(report)
+    assert any("do not know the layout: they were on" in note for note in report.notes)
+    report = paceline.verify(**subject("gpt"), **shared, randomness="fast")
     assert any(note.startswith("dropout was off in every run") for note in report.notes)
 
 

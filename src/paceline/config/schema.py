@@ -73,6 +73,7 @@ class Config(Section):
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = _engine("precision")
     initial_weights: Literal["rank0", "own"] = _engine("initial_weights")
+    randomness: Literal["layout-free", "strict", "fast"] = _engine("randomness")
     compile: bool = _engine("compile")
     checkpoint: Checkpoint = _trainer("checkpoint", default=Checkpoint())
     launch: Launch = Field(default=Launch(), description="Where the ranks run.")

@@ -1,14 +1,14 @@
-"""Which layout a batch was cut for, so that an engine on another one can refuse it.
+"""Where a batch comes from: the layout it was cut for, and its place in the global batch.
 
-Kept for as long as the batch's first tensor lives, and asked for by the engine that is given it.
-It steers nothing: a batch that was changed on the way has no known origin.
+An engine on another layout refuses it; and random numbers go by a sample's place. Kept for as long
+as the batch's first tensor lives: a batch that was changed on the way has no known origin.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,23 +16,45 @@ from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.nested import tensors
 
-_origins: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
+
+class Origin(NamedTuple):
+    """What is known of a batch that a loader has yielded."""
+
+    tensor: weakref.ref[torch.Tensor]
+    layout: Layout | None
+    start: int | None
+    """The place of its first sample in the global batch."""
 
 
-def remember(batch: Any, layout: Layout) -> None:
-    """Note that ``batch`` was cut for ``layout``."""
+_origins: dict[int, Origin] = {}
+
+
+def remember(batch: Any, layout: Layout | None, start: int | None = None) -> None:
+    """Note that ``batch`` was cut for ``layout``, from sample ``start`` of the global batch on."""
     tensor = next(tensors(batch, every_field=True), None)
     if tensor is not None:
         key = id(tensor)
-        _origins[key] = (weakref.ref(tensor, lambda _: _origins.pop(key, None)), layout)
+        alive = weakref.ref(tensor, lambda _: _origins.pop(key, None))
+        _origins[key] = Origin(alive, layout, start)
+
+
+def start_of(batch: Any) -> int | None:
+    """The place of the batch's first sample in the global batch, where a loader has yielded it."""
+    origin = _origin(batch)
+    return None if origin is None else origin.start
+
+
+def _origin(batch: Any) -> Origin | None:
+    tensor = next(tensors(batch, every_field=True), None)
+    known = None if tensor is None else _origins.get(id(tensor))
+    return known if known is not None and known.tensor() is tensor else None
 
 
 def check_origin(batch: Any, layout: Layout) -> None:
     """Raise where ``batch`` came from a loader that shares samples out in another way."""
-    tensor = next(tensors(batch, every_field=True), None)
-    known = None if tensor is None else _origins.get(id(tensor))
-    if known is not None and known[0]() is tensor:
-        check_shares("the batch was cut", known[1], layout)
+    origin = _origin(batch)
+    if origin is not None and origin.layout is not None:
+        check_shares("the batch was cut", origin.layout, layout)
 
 
 def check_shares(what: str, cut_for: Layout, layout: Layout) -> None:

@@ -61,6 +61,7 @@ class Loader:
         self._note: str | None = None
         self._place = LoaderPosition()
         self._share = Share(0, 0, 0)
+        self._cut = BatchCut(1, sharing.drop_last)
         self._reader: Reader | None = None
         self._turn = 0
         if sharing.fixed is not None:
@@ -113,7 +114,8 @@ class Loader:
         total = self._recorded_batch or sizes.global_batch
         self._global_batch, self._microbatch = total, sizes.microbatch
         source = self._source
-        source.follow(BatchCut(total or 1, self._sharing.drop_last, rank, size))
+        self._cut = BatchCut(total or 1, self._sharing.drop_last, rank, size)
+        source.follow(self._cut)
         source.follow_device(
             torch.cuda.is_available() if world is None else world.device.type == "cuda"
         )
@@ -254,8 +256,10 @@ class Loader:
                 )
             self._place = self._source.after(self._place, delivery)
             self._share = Share(delivery.samples, delivery.global_samples, epoch)
-            if layout is not None and layout.world_size > 1:
-                remember(delivery.batch, layout)
+            if self._cut.size > 1 or (layout is not None and layout.world_size > 1):
+                start, end = self._cut.share(delivery.global_samples)
+                known = end - start == delivery.samples  # a stream for each rank goes its own way
+                remember(delivery.batch, layout, start if known else None)
             yield delivery.batch
             self._all_ranks_come = True
             if turn != self._turn:

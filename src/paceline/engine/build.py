@@ -20,6 +20,7 @@ from paceline.engine.model_setup import ModelSetup
 from paceline.engine.nonfinite import NonFiniteCheck
 from paceline.engine.optimizer_groups import Groups
 from paceline.engine.precision import Precision
+from paceline.engine.randomness import SampleNumbers, make_randomness
 from paceline.engine.rank_state import RankStates
 from paceline.engine.same_batches import SameBatches
 from paceline.engine.state import WholeState
@@ -43,6 +44,7 @@ _SAME_ON_ALL_RANKS = (
     "nonfinite",
     "sync_batchnorm",
     "initial_weights",
+    "randomness",
 )
 
 
@@ -71,13 +73,18 @@ def build(
     if not is_on_meta(model) and not sharded and options.device_map is None:
         module.to(world.device)
     precision.prepare(module)
-    replica = Replica(model, layout, world)
+    replica = Replica(model, layout, world, randomness=make_randomness(options, world))
     optimizer = _made(optimizer, model)
     check_schedule(options.schedule, optimizer)
     start_from_one_optimizer(optimizer, model, world)
     groups = Groups(optimizer, model)
     microbatches = Microbatches(
-        replica, module, precision, most=options.microbatch, pipelining=options.pipeline
+        replica,
+        module,
+        precision,
+        most=options.microbatch,
+        pipelining=options.pipeline,
+        numbers=SampleNumbers(replica, alone=options.local_steps is not None),
     )
     plain = SynchronousSGD(replica, options.compress, options.reduction)
     setup = ModelSetup(

@@ -37,7 +37,7 @@ from paceline.options import (
     TensorParallel,
 )
 from paceline.options.arguments import refuse_unknown
-from paceline.options.engine import InitialWeights, Nonfinite
+from paceline.options.engine import InitialWeights, Nonfinite, Randomness
 from paceline.options.engine import Precision as PrecisionName
 from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
@@ -91,6 +91,11 @@ class Engine(HasInternals):
         reduction: How gradients are summed over the ranks.
         initial_weights: What ranks start from: rank0, the model that rank 0 has built, or own,
             what each has built.
+        randomness: Where the random numbers of a forward pass (dropout and the like) come from.
+            layout-free: from the seed, the step, the sample, the module and the place in the
+            tensor, so that they are the same on every layout; a draw that belongs to no sample
+            comes from each rank's own stream, and is named. strict: such a draw is refused.
+            fast: all from each rank's own stream, with torch's own kernels.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class Engine(HasInternals):
         local_steps: LocalSteps | int | None = None,
         reduction: Reduction | None = None,
         initial_weights: InitialWeights = "rank0",
+        randomness: Randomness = "layout-free",
         **unknown: Never,
     ) -> None:
         refuse_unknown(Engine, unknown, beside=loader)
@@ -149,6 +155,7 @@ class Engine(HasInternals):
             local_steps=local_steps,
             reduction=reduction,
             initial_weights=initial_weights,
+            randomness=randomness,
         )
         check_model_and_options(model, self.options)
         check_not_spread(model)

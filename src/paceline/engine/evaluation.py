@@ -52,7 +52,7 @@ def evaluate_batch(context: StepContext, batch: Any) -> list[Evaluated]:
 @torch.no_grad()
 def _evaluate(context: StepContext, batch: Any) -> list[Evaluated]:
     spread = context.replica.spread
-    parts = context.microbatches.filled(batch, together=spread.lockstep)
+    parts = context.microbatches.of_evaluation(batch)
     if spread.pipeline is not None:
         terms = spread.pipeline.evaluate(parts)
     else:
@@ -71,12 +71,14 @@ def _evaluate(context: StepContext, batch: Any) -> list[Evaluated]:
 
 def _evaluate_part(context: StepContext, part: Any, items: int) -> Term | None:
     spread = context.replica.spread
-    if not context.loss.samples(part):
+    samples = context.loss.samples(part)
+    if not samples:
         if not spread.lockstep:
             return None
-        part = placeholder(part)
-    if spread.lockstep:  # through the module that gathers parameters
-        return spread.plain(spread(part, items or 1))
-    with spread.context():
-        term: Term = context.loss(part, items or 1)
-    return spread.plain(term)
+        part, samples = placeholder(part), 1
+    with context.microbatches.drawing(part, samples):
+        if spread.lockstep:  # through the module that gathers parameters
+            return spread.plain(spread(part, items or 1))
+        with spread.context():
+            term: Term = context.loss(part, items or 1)
+        return spread.plain(term)

@@ -9,6 +9,7 @@ by what is missing afterwards (``Sums.factor``): one, where nothing accumulates.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from paceline.engine.batch import move, placeholder, split, split_into
 from paceline.engine.checks import check_depends_on_parameters
 from paceline.engine.loss import LossModule
 from paceline.engine.precision import Precision
+from paceline.engine.randomness import SampleNumbers
 from paceline.engine.step_timing import StepClock
 from paceline.options import Pipelining
 from paceline.parallel import sync_batchnorm
@@ -57,9 +59,12 @@ class Microbatches:
         *,
         most: int | None,
         pipelining: Pipelining,
+        numbers: SampleNumbers,
     ) -> None:
         self.replica, self._loss, self._precision = replica, loss, precision
         self._most, self._pipelining = most, pipelining
+        self._numbers = numbers
+        self._evaluated = 0
 
     # ------------------------------------------------------------------ cutting
 
@@ -80,9 +85,33 @@ class Microbatches:
 
     def of_step(self, batch: Any) -> list[Microbatch]:
         """The share's microbatches for a step."""
-        return self.filled(batch, together=self._in_lockstep)
+        self._evaluated = 0
+        parts = self._filled(batch, together=self._in_lockstep)
+        self._number_samples(batch, parts, "training", self.replica.steps_done)
+        return parts
 
-    def filled(self, batch: Any, *, together: bool) -> list[Microbatch]:
+    def of_evaluation(self, batch: Any) -> list[Microbatch]:
+        """The share's microbatches for an evaluation."""
+        parts = self._filled(batch, together=self.replica.spread.lockstep)
+        self._evaluated += 1
+        step = self.replica.steps_done, self._evaluated
+        self._number_samples(batch, parts, "evaluation", step)
+        return parts
+
+    def _number_samples(
+        self, batch: Any, parts: list[Microbatch], purpose: str, step: int | tuple[int, int]
+    ) -> None:
+        """Say which samples of the global batch each part holds, for what is drawn for them."""
+        randomness = self.replica.randomness
+        if randomness is None or randomness.off:
+            return
+        numbers = self._numbers.of(batch, asks=purpose == "training")
+        rows = [None] if numbers is None else self.cut(numbers)
+        rows += rows[:1] * (len(parts) - len(rows))  # as the parts were filled up
+        own = zip((part for part, _ in parts), rows, strict=False)
+        randomness.begin(purpose, step, list(own))
+
+    def _filled(self, batch: Any, *, together: bool) -> list[Microbatch]:
         """The microbatches; filled up without items to those that other ranks run ``together``."""
         replica = self.replica
         samples = self._loss.samples(batch)
@@ -153,11 +182,26 @@ class Microbatches:
     def _forward(self, part: Any, items: int) -> Term:
         spread = self.replica.spread
         if items or not self._in_lockstep:
-            return spread(part, items)
+            with self.drawing(part):
+                return spread(part, items)
         # The other ranks wait for this rank: show them a sample that does not count.
-        with sync_batchnorm.not_counting(self.replica.model):
-            term = spread(placeholder(part), 1)
+        one = placeholder(part)
+        with sync_batchnorm.not_counting(self.replica.model), self.drawing(one, samples=1):
+            term = spread(one, 1)
         return Term(term.total * 0, 0, None)
+
+    @contextlib.contextmanager
+    def drawing(self, part: Any, samples: int | None = None) -> Iterator[None]:
+        """What is drawn inside is drawn for the samples of ``part``."""
+        randomness = self.replica.randomness
+        if randomness is None or randomness.off:
+            yield
+            return
+        randomness.select(part, samples)
+        try:
+            yield
+        finally:
+            randomness.finish()
 
     def _backward(
         self,

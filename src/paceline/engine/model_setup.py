@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -22,7 +23,7 @@ from paceline.engine.precision import Precision
 from paceline.engine.randomness import share_random_stream
 from paceline.options import EngineOptions
 from paceline.parallel import sync_batchnorm
-from paceline.parallel.apply_layout import apply_layout, needs_sample
+from paceline.parallel.apply_layout import apply_layout, both, needs_sample
 from paceline.parallel.loss_term import Term
 from paceline.parallel.meta import is_on_meta
 from paceline.parallel.offload import offload_state
@@ -69,13 +70,14 @@ class ModelSetup:
             layout,
             world,
             options,
-            context=precision.forward,
+            context=self._context,
             sample=sample,
             materialise=self._materialise if self.on_meta else None,
             averaging=self._sync.before_spreading(),
         )
         self.on_meta = False
         replica.take_spread(found)
+        self._watch_draws()
         self._sync.after_spreading()
         precision.device_types = sorted({device.type for device in found.devices})
         self._loss.moves_target = options.device_map is not None
@@ -93,6 +95,25 @@ class ModelSetup:
         if replica.after_spreading is not None:
             replica.after_spreading()
             replica.after_spreading = None
+
+    def _context(self) -> contextlib.AbstractContextManager[None]:
+        """What every forward pass runs in, and every recomputation."""
+        randomness = self._replica.randomness
+        if randomness is None or randomness.off:
+            return self._precision.forward()
+        return both(randomness.forward, self._precision.forward)()
+
+    def _watch_draws(self) -> None:
+        """Have the modules on this rank say when they run, under their names in the model."""
+        replica = self._replica
+        if replica.randomness is None or replica.randomness.off:
+            return
+        pipeline = replica.spread.pipeline
+        stages = [] if pipeline is None else pipeline.stages
+        compiled = self._options.compile
+        replica.randomness.watch(replica.model, stages, replica.device, compiled=compiled)
+        if pipeline is not None:
+            pipeline.follow_draws(replica.randomness)
 
     def _materialise(self, root: nn.Module) -> None:
         """Give the model, or a stage of it, its values: those of rank 0 on every layout."""

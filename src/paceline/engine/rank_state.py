@@ -17,6 +17,7 @@ from paceline.checkpoint.saveable import Load, Saved
 from paceline.engine.checks import another_model, check_optimizer_state
 from paceline.engine.context import StepContext
 from paceline.engine.optimizer_groups import install
+from paceline.engine.randomness import restore_randomness, saved_randomness
 from paceline.engine.whole_model import WholeModel
 from paceline.parallel.dtensor import local
 
@@ -63,6 +64,7 @@ class RankStates:
             ],
             "scaler": None if scaler is None else scaler.state_dict(),
             "schedule": context.learning_rate.state_dict(),
+            "randomness": saved_randomness(self._replica),
             "extra": self._extra(),
             **context.sync.state.about(),
         }
@@ -132,6 +134,7 @@ class RankStates:
         if has_training:
             self._check_groups(found["groups"])
             self._replica.steps_done = found["step"]
+            restore_randomness(self._replica, found.get("randomness"))
         if not self._replica.is_spread and self._context.setup.on_meta:
             # There is no memory to load into before the first batch has spread the model.
             self._replica.after_spreading = lambda: self._take(saved, found, names, load)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.engine.checks import another_model, check_optimizer_state
 from paceline.engine.context import StepContext
+from paceline.engine.randomness import restore_randomness, saved_randomness
 from paceline.engine.whole_model import WholeModel
 from paceline.parallel.distributed_model import stage_group
 from paceline.parallel.dtensor import local, part_of, whole
@@ -31,6 +32,7 @@ class WholeState:
             "optimizer": self._optimizer(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "schedule": context.learning_rate.state_dict(),
+            "randomness": saved_randomness(self._replica),
             **context.sync.state.whole(self._merged_whole),
         }
 
@@ -111,6 +113,7 @@ class WholeState:
         if scaler is not None and state["scaler"] is not None:
             scaler.load_state_dict(state["scaler"])
         context.learning_rate.load_state_dict(state["schedule"])
+        restore_randomness(self._replica, state.get("randomness"))
         context.sync.state.load_whole(state)
         self._replica.steps_done = state["step"]
         context.sync.model_replaced()

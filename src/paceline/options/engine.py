@@ -20,6 +20,7 @@ from paceline.options.sharding import Sharding
 from paceline.options.tensor import TensorParallel
 
 InitialWeights = Literal["rank0", "own"]
+Randomness = Literal["layout-free", "strict", "fast"]
 Nonfinite = Literal["stop", "skip", "ignore"]
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -172,6 +173,17 @@ class EngineOptions:
             "it has built)",
         ),
     ] = "rank0"
+    randomness: Annotated[
+        Randomness,
+        Option(
+            "Where the random numbers of a forward pass (dropout and the like) come from. "
+            "layout-free: from the seed, the step, the sample, the module and the place in the "
+            "tensor, so that they are the same on every layout; a draw that belongs to no sample "
+            "comes from each rank's own stream, and is named. strict: such a draw is refused. "
+            "fast: all from each rank's own stream, with torch's own kernels.",
+            must="'layout-free', 'strict' or 'fast'",
+        ),
+    ] = "layout-free"
 
     @classmethod
     def of(cls, **given: Any) -> EngineOptions:

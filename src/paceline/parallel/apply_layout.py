@@ -76,7 +76,7 @@ def apply_layout(
         devices = placed.devices
     if layout.tp > 1:
         forms = SplitForms()
-        entered = _both(context, lambda: mixing(world.mesh(layout)["tp"], forms))
+        entered = both(context, lambda: mixing(world.mesh(layout)["tp"], forms))
         plan = agreed_plan(lambda: _tensor_plan(model, layout, options, sample))
     # Before cutting: a pattern may name modules of which a stage holds none.
     units = find_units(model, options.sharding.units) if layout.zero else []
@@ -154,13 +154,15 @@ def agreed_plan(make: Callable[[], TensorPlan]) -> TensorPlan:
     return common_plan(plans)
 
 
-def _both(first: Context, second: Context) -> Context:
+def both(first: Context, second: Context) -> Context:
+    """``second`` inside ``first``."""
+
     @contextlib.contextmanager
-    def both() -> Any:
+    def entered() -> Any:
         with first(), second():
             yield
 
-    return both
+    return entered
 
 
 def _cut(

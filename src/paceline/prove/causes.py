@@ -53,9 +53,15 @@ def _randomness(e: DifferenceEvidence) -> LikelyCause | None:
         return None
     return LikelyCause(
         "random-forward",
-        "the forward pass draws random numbers that are not dropout's, and each rank draws its "
-        "own: two runs cannot be compared. Switch that randomness off for the proof",
+        f"the forward pass draws random numbers from each rank's own stream{_drawn_by(e)}: two "
+        "runs cannot be compared. Draw tensors whose first dimension is the batch, or switch that "
+        "randomness off for the proof",
     )
+
+
+def _drawn_by(e: DifferenceEvidence) -> str:
+    modules = e.reference.facts.own_stream
+    return f" (in {', '.join(modules[:3])})" if modules else ""
 
 
 def _samples_interact(e: DifferenceEvidence) -> LikelyCause | None:

@@ -1,7 +1,8 @@
 """Taking the randomness out of a forward pass, and noticing what is left of it.
 
-Dropout draws from each rank's own stream: a layout cannot draw what one process draws, and no
-comparison could tell a bug from another mask. So it is switched off in every run of the prover.
+With ``randomness='fast'`` dropout draws from each rank's own stream: a layout cannot draw what one
+process draws, and no comparison could tell a bug from another mask. So it is switched off in every
+run of the prover. Random numbers that do not know the layout stay on.
 """
 
 from __future__ import annotations

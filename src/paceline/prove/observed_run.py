@@ -37,8 +37,13 @@ class ModelFacts:
     live_norms: list[str] = field(default_factory=list)
     """Plain batch norms that normalise over the samples they see."""
     dropout: bool = False
+    """Whether there was dropout, which was switched off."""
+    layout_free: bool = False
+    """Whether the forward pass drew random numbers that do not know the layout."""
+    own_stream: list[str] = field(default_factory=list)
+    """Modules that drew from the rank's own stream where others did not."""
     draws: bool = False
-    """Whether the forward pass drew random numbers other than for dropout."""
+    """Whether the forward pass drew random numbers from the rank's own stream."""
 
 
 class ObservedRun:
@@ -59,9 +64,11 @@ class ObservedRun:
     ) -> None:
         built = subject.build()
         self.facts = ModelFacts()
-        self._quiet = NoDropout()
-        self._quiet.silence(built.model)
         options = case.options(built.options)
+        self._quiet = NoDropout()
+        self._is_fast = options.get("randomness") == "fast"
+        if self._is_fast:
+            self._quiet.silence(built.model)
         if alone:
             options = {name: value for name, value in options.items() if name not in _SPREADING}
             options["sync_batchnorm"] = False
@@ -89,12 +96,14 @@ class ObservedRun:
             for step in range(1, self._steps + 1):
                 batch = next(batches)
                 before = random_state()
-                with self._quiet, self._cutting():
+                quiet = self._quiet if self._is_fast else contextlib.nullcontext()
+                with quiet, self._cutting():
                     result = self.engine.step(batch)
                 self.engine.settle()
                 self.samples.append(result.samples)
                 self.facts.draws |= before != random_state()
                 self.facts.dropout |= self._quiet.met
+                self._note_draws()
                 yield step, self._values(result.loss, result.grad_norm)
         finally:
             for remove in removers:
@@ -105,6 +114,12 @@ class ObservedRun:
             for name, module in self.engine.model.named_modules()
             if isinstance(module, _BATCH_NORMS) and module.training
         ]
+
+    def _note_draws(self) -> None:
+        randomness = internals_of(self.engine).replica.randomness
+        if randomness is not None:
+            self.facts.layout_free |= randomness.drew
+            self.facts.own_stream = list(randomness.left)
 
     def state(self) -> Values:
         """The whole parameters and buffers as they are now. A collective."""

@@ -179,6 +179,8 @@ class Prover:
         row = _compare(case, outcomes, tolerance, reference)
         if row.ok:
             return row
+        if reference.facts.layout_free:
+            return self._without_draws(case, row, outcomes)
         cause = self._cause(case, folder, outcomes, reference, tolerance)
         return replace(row, cause=cause.name, words=cause.words)
 
@@ -205,6 +207,33 @@ class Prover:
             share_gpu=self._place.shares(case.layout.world_size),
         )
         return outcomes
+
+    def _without_draws(
+        self, case: Case, row: LayoutResult, outcomes: list[RankOutcome]
+    ) -> LayoutResult:
+        """Once more with dropout off: what differs then has reasons that can be told apart."""
+        self.tell(f"{case}: once more without random numbers")
+        quiet = Prover(
+            replace(self.subject, randomness="fast"),
+            clip_norm=self.clip_norm,
+            sync_batchnorm=self.sync_batchnorm,
+            plant=self.plant,
+            timeout=self.timeout,
+            tell=self.tell,
+            pool=self._pool,
+        )
+        (found,) = quiet.prove([case]).rows
+        if not found.ok:
+            return found
+        own = sorted({name for outcome in outcomes for name in outcome.facts.own_stream})
+        drawn = f" ({', '.join(own[:3])} draw from each rank's own stream)" if own else ""
+        return replace(
+            row,
+            cause="random-forward",
+            words=f"the random numbers of the forward pass differ{drawn}: without dropout and "
+            "other draws the layout computes the same. Draw tensors whose first dimension is the "
+            "batch, and look for draws that are not torch's",
+        )
 
     def _cause(
         self,
@@ -310,11 +339,19 @@ class Prover:
         facts = reference.facts
         if facts.dropout:
             notes.append(
-                "dropout was off in every run: each rank draws its own masks, so no layout can "
-                "repeat one process's"
+                "dropout was off in every run: with randomness='fast' each rank draws its own "
+                "masks, so no layout can repeat one process's"
+            )
+        if facts.layout_free:
+            notes.append(
+                "the forward pass draws random numbers, for dropout or the like, that do not know "
+                "the layout: they were on in every run"
             )
         if facts.draws:
-            notes.append("the forward pass draws random numbers that are not dropout's")
+            drawn = f" ({', '.join(facts.own_stream[:3])})" if facts.own_stream else ""
+            notes.append(
+                f"the forward pass draws random numbers from each rank's own stream{drawn}"
+            )
         if reference.uncut is not None:
             notes.append(
                 "one process could not run with its samples in another order and cut, to tell "

@@ -45,6 +45,8 @@ class Subject:
     precision: str
     runs_in_float64: bool = True
     """Whether all operations of the model have a float64 form."""
+    randomness: str | None = None
+    """What to use instead of the run's own."""
 
     def build(self) -> Built:
         """A copy nobody has trained yet, the same on every rank."""
@@ -57,6 +59,8 @@ class Subject:
             )
         built.model.train()
         options = {**built.options, "precision": self.precision}
+        if self.randomness is not None:
+            options["randomness"] = self.randomness
         # Float64, or float32 in its place, is not the run's own: compiling it would prove nothing.
         widest = self.precision == "fp64" or not self.runs_in_float64
         if widest:

@@ -13,6 +13,7 @@ from paceline.errors import TrainingError
 from paceline.layout import Coordinate, Layout
 from paceline.parallel.distributed_model import DistributedModel
 from paceline.parallel.replicate import sync_buffers
+from paceline.randomness import ForwardRandomness
 from paceline.world import World
 
 
@@ -28,6 +29,8 @@ class Replica:
     """Whether batch norms compute over the samples of all ranks, in every forward."""
     after_spreading: Callable[[], None] | None = None
     """To be called once the model is spread: what a resume has to wait with until then."""
+    randomness: ForwardRandomness | None = None
+    """What forward passes draw from; None in a loop of the user's own."""
     parameters: list[nn.Parameter] = field(init=False)
     """Those that this rank holds, frozen ones included."""
 
@@ -74,8 +77,9 @@ class Replica:
             self._trainable = [p.requires_grad for p in self.parameters]
 
     def take_notes(self) -> list[str]:
-        """What there is to tell the user about how the model was spread, since last asked."""
-        return [] if self._spread is None else self._spread.take_notes()
+        """What there is to tell the user of spreading the model and of its draws, since last."""
+        notes = [] if self._spread is None else self._spread.take_notes()
+        return notes if self.randomness is None else notes + self.randomness.take_notes()
 
     @property
     def holds_whole_model(self) -> bool:

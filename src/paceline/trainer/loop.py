@@ -9,6 +9,7 @@ from typing import Any
 from paceline.checkpoint.checkpoints import Checkpoints, Restored
 from paceline.data import Loader
 from paceline.engine import StepResult
+from paceline.engine.internals import internals_of
 from paceline.errors import LaunchError, NonFiniteError
 from paceline.events import (
     EpochDone,
@@ -359,13 +360,15 @@ class Loop:
         self.saves.went_on_from(self.engine.steps_done, restored.path)
         self.trainer.epoch = self.train.epoch
         if not restored.has_random:
-            self.reporter.emit(
-                Note(
-                    message=f"resumed from {restored.info.get('layout', 'another layout')} on "
-                    f"{self.world.size} ranks: dropout and other randomness on the ranks starts "
-                    "new streams"
+            randomness = internals_of(self.engine).replica.randomness
+            if randomness is None or randomness.off:
+                self.reporter.emit(
+                    Note(
+                        message=f"resumed from {restored.info.get('layout', 'another layout')} on "
+                        f"{self.world.size} ranks: dropout and other randomness on the ranks "
+                        "starts new streams"
+                    )
                 )
-            )
             self.world.seed(self.trainer.seed + self.engine.steps_done)
 
     # ------------------------------------------------------------------ telling

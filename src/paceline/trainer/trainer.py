@@ -39,7 +39,7 @@ from paceline.options import (
     TrainerOptions,
 )
 from paceline.options.arguments import refuse_unknown
-from paceline.options.engine import InitialWeights, Nonfinite
+from paceline.options.engine import InitialWeights, Nonfinite, Randomness
 from paceline.options.engine import Precision as PrecisionName
 from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
@@ -148,6 +148,7 @@ class Trainer(TrainerBase):
         local_steps: LocalSteps | int | None = None,
         reduction: Reduction | None = None,
         initial_weights: InitialWeights = "rank0",
+        randomness: Randomness = "layout-free",
         **unknown: Never,
     ) -> None:
         refuse_unknown(Trainer, unknown, beside=Trainer.fit)
@@ -175,6 +176,7 @@ class Trainer(TrainerBase):
             local_steps=local_steps,
             reduction=reduction,
             initial_weights=initial_weights,
+            randomness=randomness,
         )
         check_looking_on(callbacks, metrics or {}, trackers)
         check_run_dir(run_dir)

@@ -29,6 +29,7 @@ from paceline.parallel.pipeline.stage import (
 )
 from paceline.parallel.pipeline.torch_schedules import LiveForwards, Stage, Wire, make_schedule
 from paceline.parallel.pipeline.units import Skeleton
+from paceline.randomness import ForwardRandomness
 from paceline.world import objects
 
 _SHAPES_KEPT = 64
@@ -103,6 +104,10 @@ class Pipeline:
         Counted per stage: a microbatch in two stages of this rank counts twice.
         """
         return self._live.most
+
+    def follow_draws(self, randomness: ForwardRandomness) -> None:
+        """Let ``randomness`` know which microbatch a stage runs, and which calls others run."""
+        self._step.randomness = self._skeleton.randomness = randomness
 
     def minimum(self, at_least: int = 1) -> int:
         """The fewest microbatches, from ``at_least`` up, that the schedule can run."""

@@ -28,6 +28,7 @@ from paceline.parallel.pipeline.tracing import (
 )
 from paceline.parallel.pipeline.units import Skeleton
 from paceline.parallel.sync_batchnorm import not_counting
+from paceline.randomness import ForwardRandomness
 
 
 class StageRun(ModelRun):
@@ -162,6 +163,15 @@ class PipelineStep:
     keep_output: bool = False
     terms: list[Term] = field(default_factory=list)
     failure: Exception | None = None
+    randomness: ForwardRandomness | None = None
+    """What the microbatches draw from."""
+
+    def drawing(self, part: Any) -> None:
+        """``part`` goes through the model next; None: nothing does."""
+        if self.randomness is not None and part is not None:
+            self.randomness.select(part)
+        elif self.randomness is not None:
+            self.randomness.finish()
 
 
 class StageModule(nn.Module):
@@ -245,11 +255,14 @@ class StageWork:
         """Run the next microbatch on what the stage before has sent."""
         microbatch = self._step.microbatches[self._done]
         self._done += 1
+        self._step.drawing(microbatch.part)
         try:
             return self._run(microbatch, received)
         except Exception as error:
             self._step.failure = error
             raise
+        finally:
+            self._step.drawing(None)
 
     def _run(self, microbatch: Microbatch, received: Sequence[Tensor]) -> Any:
         specs = [microbatch.shapes.specs[name] for name in self.receives]

@@ -20,6 +20,7 @@ from paceline.parallel.pipeline.cut_plan import CutPlan
 from paceline.parallel.pipeline.fake_tensors import Fakes
 from paceline.parallel.pipeline.shape_run import NeedsValues, ShapeRun
 from paceline.parallel.pipeline.tracing import ModelRun, StageEnd, where_in_model
+from paceline.randomness import ForwardRandomness
 from paceline.torch_internals import NEEDS_DATA
 
 ParameterSlot = tuple[nn.Module, str]
@@ -156,6 +157,7 @@ class Skeleton:
         self.twins = {name: self._twin(name, unit) for name, unit in self.units.items()}
         self._hooks = {name: _forward_hooks(unit) for name, unit in self.units.items()}
         self.catching = Catching(self.units)
+        self.randomness: ForwardRandomness | None = None
 
     def _twin(self, name: str, unit: nn.Module) -> nn.Module:
         try:
@@ -169,6 +171,8 @@ class Skeleton:
 
     def pass_over(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """Let the user's hooks on a unit see what it would have returned, had it been called."""
+        if self.randomness is not None:
+            self.randomness.passed_over(self.units[name])
         for hook, with_kwargs in self._hooks[name]:
             given = (args, kwargs) if with_kwargs else (args,)
             hook(self.units[name], *given, result)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional as F
 
-from paceline.parallel.tensor.dropout import own_randomness
+from paceline.parallel.tensor.dropout import drawing, own_heads
 from paceline.parallel.tensor.shards import (
     as_split,
     as_whole,
@@ -45,6 +45,8 @@ def split_attention(
     rule for the CPU's fused kernel. Otherwise the inputs are put together first.
     """
     attend: Any = F.scaled_dot_product_attention
+    if dropout_p:
+        attend = drawing(attend)
     dim = _common_dim(mesh, query, key, value)
     if dim is None:
         tensors = [gathered(query), gathered(key), gathered(value)]
@@ -53,7 +55,8 @@ def split_attention(
     queries = as_split(query, mesh, dim).to_local()
     local = [queries, *(_own_heads(t, mesh, dim, query.shape[dim]) for t in (key, value))]
     mask = None if attn_mask is None else _local_mask(attn_mask, mesh, dim)
-    with own_randomness(mesh) if dropout_p else contextlib.nullcontext():
+    weights = (*query.shape[:-1], key.shape[-2])
+    with own_heads(mesh, weights, dim) if dropout_p else contextlib.nullcontext():
         y = attend(*local, mask, dropout_p, is_causal, **others)
     shape = torch.Size((*query.shape[:-1], value.shape[-1]))
     return wrap(y, mesh, placement(y.ndim + dim), shape)

@@ -23,7 +23,7 @@ import paceline.parallel.tensor.packed_qkv as packed
 from paceline.errors import LayoutError
 from paceline.nested import map_tensors, tensors
 from paceline.parallel.tensor.attention import split_attention
-from paceline.parallel.tensor.dropout import split_dropout
+from paceline.parallel.tensor.dropout import draw_part, split_dropout
 from paceline.parallel.tensor.linear import split_linear
 from paceline.parallel.tensor.multihead_attention import split_multi_head_attention
 from paceline.parallel.tensor.shards import (
@@ -42,6 +42,7 @@ from paceline.parallel.tensor.shards import (
 )
 from paceline.parallel.tensor.split_forms import SplitForms
 from paceline.parallel.tensor.vocabulary import split_cross_entropy, split_embedding
+from paceline.randomness import DRAWN_BY_ELEMENT, active
 
 
 def mixing(mesh: DeviceMesh, forms: SplitForms | None = None) -> TorchFunctionMode:
@@ -85,6 +86,9 @@ class _Mixing(TorchFunctionMode):
             mesh = self.mesh
             args, kwargs = (map_tensors(v, lambda t: on_mesh(t, mesh)) for v in (args, kwargs))
             split = [t for t in tensors((args, kwargs)) if isinstance(t, DTensor)]
+        randomness = active()
+        if randomness is not None and func in DRAWN_BY_ELEMENT:
+            return draw_part(randomness, func, args, kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             result = special(mesh if func not in _MIXES_MESHES else self.mesh, func, args, kwargs)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional as F
 
-from paceline.parallel.tensor.dropout import own_randomness
+from paceline.parallel.tensor.dropout import drawing, own_heads
 from paceline.parallel.tensor.linear import shared_input
 from paceline.parallel.tensor.shards import as_whole, gathered, summed, wrap
 
@@ -97,14 +97,15 @@ def split_multi_head_attention(
         mask.grow()
     dropped = dropout_p if training else 0.0
     found = None
-    with own_randomness(mesh) if dropped else contextlib.nullcontext():
+    shape = (samples, num_heads, q.shape[-2], k.shape[-2])
+    with own_heads(mesh, shape, 1) if dropped else contextlib.nullcontext():
         if need_weights:
             scores = (q * (width // own) ** -0.5) @ k.transpose(-2, -1)
             scores = scores if mask.value is None else scores + mask.value
-            found = F.dropout(scores.softmax(-1), dropped)
+            found = drawing(F.dropout)(scores.softmax(-1), dropped)
             y = found @ v
         else:
-            y = F.scaled_dot_product_attention(q, k, v, mask.value, dropped)
+            y = drawing(F.scaled_dot_product_attention)(q, k, v, mask.value, dropped)
     y = y.permute(2, 0, 1, 3).reshape(length, samples, width)
     total = summed(F.linear(y, out_proj_weight.to_local()), mesh)
     total = total if out_proj_bias is None else total + out_proj_bias
