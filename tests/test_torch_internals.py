@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import paceline
@@ -197,3 +198,42 @@ def test_modules_and_tensors_have_the_attributes_that_are_read() -> None:
     assert x[1:]._base is x
     assert x[1:]._is_view()
     assert not x._is_view()
+
+
+def test_hooks_under_one_key_run_around_a_forward() -> None:
+    """torch 2.11 to 2.13: hooks are held in ordered dicts of the module, by any key."""
+    module, called = nn.Linear(2, 2), []
+    module.register_forward_pre_hook(lambda *_: called.append("user"))
+    for _ in range(2):  # set again, they do not run twice
+        torch_internals.set_shared_hooks(
+            module, lambda *_: called.append("before"), lambda *_: called.append("after")
+        )
+    module(torch.ones(1, 2))
+    assert called == ["before", "user", "after"]
+
+
+def test_a_function_without_its_override_check_calls_on_inside_a_mode() -> None:
+    """torch 2.11 to 2.13: its functions in Python ask ``has_torch_function*`` of their module."""
+
+    class Seen(TorchFunctionMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        torch_internals.without_override_check(F.gumbel_softmax)(torch.ones(2, 3))
+    assert "exponential_" in seen.names
+    assert "gumbel_softmax" not in seen.names
+
+
+def test_compiled_code_of_a_module_can_be_wrapped() -> None:
+    """torch 2.11 to 2.13: ``Module.compile`` leaves it in ``_compiled_call_impl``."""
+    module = nn.Linear(2, 2)
+    assert not torch_internals.around_compiled_call(module, lambda compiled: compiled)
+    module.compile(backend="eager")
+    assert torch_internals.around_compiled_call(module, lambda compiled: lambda *_: "wrapped")
+    assert module(torch.ones(1, 2)) == "wrapped"
