@@ -93,7 +93,7 @@ def missing_tp_reduce() -> Patching:
     def make(original: Any) -> Any:
         return lambda x, mesh: Unsummed(original(x, mesh))
 
-    return wrapped(linear, "_shared_input", make)
+    return wrapped(linear, "shared_input", make)
 
 
 def untied_stages() -> Patching:
