@@ -9,9 +9,7 @@ CPU, on a GPU and in code that ``torch.compile`` makes of it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -112,10 +110,7 @@ class Numbers:
         second = self.second ^ _SECOND_WORD if word else self.second
         whole = rows * columns <= _CHUNK or self.first.device.type != "cpu"
         if torch.compiler.is_compiling() or whole:
-            compute: Callable[[Tensor, Tensor, Tensor], Tensor] = _hashed_at
-            if self.first.device.type == "cuda" and not torch.compiler.is_compiling():
-                compute = _fused()
-            return finish(compute(self.first, second, self.positions))
+            return finish(_hashed_at(self.first, second, self.positions))
         out = torch.empty(rows, columns, dtype=dtype)
         height = max(1, _CHUNK // columns)
         for row in range(0, rows, height):
@@ -129,11 +124,3 @@ class Numbers:
 
 def _hashed_at(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
     return hashed(positions + first.unsqueeze(1), second.unsqueeze(1))
-
-
-@functools.cache
-def _fused() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The same in one kernel, on a GPU whose torch can compile: else twenty, each over memory."""
-    if importlib.util.find_spec("triton") is None:
-        return _hashed_at
-    return torch.compile(_hashed_at, dynamic=True)
