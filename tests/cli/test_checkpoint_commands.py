@@ -327,7 +327,10 @@ def test_export_and_import(paceline: Terminal, run: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["RUN", "TMP/m", "--format", "onnx"], "format 'onnx' must be one of safetensors, hf, torch"),
+        (
+            ["RUN", "TMP/m", "--format", "onnx"],
+            "format 'onnx' must be one of safetensors, hf, torch",
+        ),
         (["RUN", "TMP/m", "--format", "hf", "--max-shard", "large"], "'large' is no size in bytes"),
         (["RUN", "TMP/m", "--format", "hf"], "no Hugging Face config is known"),
         (["RUN", "TMP/run"], "is there already"),
