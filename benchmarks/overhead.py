@@ -223,7 +223,8 @@ def on_each_cpu_rank(options: argparse.Namespace) -> dict[str, list[float]]:
         progress=False,
         checkpoint=paceline.Checkpointing(save_at_end=False),
     )
-    trainer.fit(Windows(batches), steps=options.steps * (options.rounds + 1))
+    dataset = Windows(batches_for(options, 0))  # every rank holds all of it
+    trainer.fit(dataset, steps=options.steps * (options.rounds + 1))
     return turns.seconds
 
 

@@ -54,9 +54,14 @@ class Encodings(Dataset[dict[str, torch.Tensor]]):
         }
 
 
-def gpt() -> nn.Module:
+def gpt(dropout: float = 0.1) -> nn.Module:
     """Ties its output weights to the embedding, and drops out."""
-    return GPT(vocab_size=13, context=8, layers=1, heads=2, width=8, dropout=0.1)
+    return GPT(vocab_size=13, context=8, layers=1, heads=2, width=8, dropout=dropout)
+
+
+def certain_gpt() -> nn.Module:
+    """The same without dropout: where a row differs, it need not be proved again without draws."""
+    return gpt(dropout=0.0)
 
 
 def gpt2() -> nn.Module:
@@ -74,6 +79,9 @@ def subject(name: str) -> dict[str, Any]:
             model=make_mlp(), loss=nn.CrossEntropyLoss(), data=make_vectors(40), optimizer=sgd
         ),
         "gpt": dict(model=gpt, loss=token_loss, data=padded_text(), optimizer=adamw),
+        "certain-gpt": dict(
+            model=certain_gpt, loss=token_loss, data=padded_text(), optimizer=adamw
+        ),
         "gpt2": dict(model=gpt2, data=Encodings(), optimizer=adamw),
         "resnet": dict(
             model=lambda: make_resnet(4),

@@ -62,7 +62,7 @@ def test_every_plant_is_caught_and_named(plant: str, rank_pool: RankPool) -> Non
 @pytest.mark.parametrize("plant", PLANTS)
 def test_also_where_the_model_is_spread(plant: str, rank_pool: RankPool) -> None:
     report = paceline.verify(
-        **subject("resnet" if plant == "stale-buffer" else "gpt"),
+        **subject("resnet" if plant == "stale-buffer" else "certain-gpt"),
         layouts=SPREAD[plant],
         global_batch=9,
         steps=2,
