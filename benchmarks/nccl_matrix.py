@@ -314,12 +314,10 @@ def document(results: Results) -> str:
         ]
     if faults:
         lines += [
-            *(
-                "",
-                "Faults in runs that go on after them. `ok`: rank and cause were named and the run",
-            ),
-            "went on; in the end, that every tensor of the last checkpoint is that of a run without",
-            "faults, to the bit, and no process is left. **survived**: it was named wrongly.",
+            "",
+            "Faults in runs that go on after them. `ok`: rank and cause were named, and the run "
+            "went on; in the end, that every tensor of the last checkpoint is that of a run "
+            "without faults, to the bit, and no process is left. **survived**: it was named wrongly.",
             *("", "| | |", "|---|---|"),
         ]
         lines += [
@@ -334,9 +332,7 @@ GOOD = ("same", "ok")
 def _told(cell: dict[str, Any]) -> str:
     if cell["outcome"] == "same":
         return f"{cell['difference']:.0e}"
-    return (
-        str(cell["outcome"]) if cell["outcome"] in ("ok", "refused") else f"**{cell['outcome']}**"
-    )
+    return cell["outcome"] if cell["outcome"] in ("ok", "refused") else f"**{cell['outcome']}**"
 
 
 if __name__ == "__main__":

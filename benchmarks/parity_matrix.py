@@ -168,9 +168,9 @@ def document(cells: Cells) -> str:
         "# Parity",
         "",
         "`python benchmarks/parity_matrix.py --write docs/parity.md` wrote these tables. Each cell "
-        "is a proof by [`paceline verify`](guides/verify.md): a layout on local CPU ranks beside one "
-        f"process, three AdamW steps of {GLOBAL_BATCH} samples in float64 with accumulation and "
-        "clipping. The number is the largest relative difference of any loss, gradient, norm, "
+        "is a proof by [`paceline verify`](guides/verify.md): a layout on local CPU ranks beside "
+        f"one process, three AdamW steps of {GLOBAL_BATCH} samples in float64 with accumulation "
+        "and clipping. The number is the largest relative difference of any loss, gradient, norm, "
         f"parameter or buffer; the bound is {BOUND:.0e}. GPT and MLP are Paceline's own, the "
         "convnet has synchronised batch norms; the others are unmodified Hugging Face models with "
         "random weights. The models have two blocks, or as many as the pipeline has stages.",
