@@ -317,7 +317,7 @@ def document(results: Results) -> str:
             "",
             "Faults in runs that go on after them. `ok`: rank and cause were named, and the run "
             "went on; in the end, that every tensor of the last checkpoint is that of a run "
-            "without faults, to the bit, and no process is left. **survived**: it was named wrongly.",
+            "without faults, to the bit, and no process is left. **survived**: named wrongly.",
             *("", "| | |", "|---|---|"),
         ]
         lines += [
