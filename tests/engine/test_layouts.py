@@ -19,9 +19,9 @@ SAMPLES = 13  # shares of it are uneven on any number of ranks
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}  # float64 sums taken in another order, after Adam
 
 
-def make_gpt(layers: int = 2) -> nn.Module:
+def make_gpt(layers: int = 2, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    return GPT(vocab_size=33, context=8, layers=layers, heads=4, width=16)
+    return GPT(vocab_size=33, context=8, layers=layers, heads=4, width=16, dropout=dropout)
 
 
 def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
