@@ -59,8 +59,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main(control: int, base_path: list[str]) -> None:
     """Serve until the client is gone. In a process that was asked for: be it, then return."""
     atexit.register(_leave_libraries_alone)  # before any library's own: so it runs after them
+    gc.disable()  # there is no garbage yet, and looking for it takes a while
     for name in PRELOAD:
         importlib.import_module(name)
+    gc.enable()
     for name in _RUN_AS_MAIN:
         sys.modules.pop(name, None)
     _libraries.update(name for name in sys.modules if not name.startswith(_TAKEN_APART))
