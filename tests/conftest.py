@@ -78,8 +78,12 @@ def _warm_starts() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Compute with one thread, as ranks do: several would wait for each other, busily."""
+    """Compute with one thread, as ranks do, here and in what tests start.
+
+    Several would wait for each other, busily, on cores that other tests need.
+    """
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
