@@ -5,6 +5,9 @@
 - ``shuffle_order``: the order of an epoch, computed and never stored.
 - ``map_dataset``, ``custom_sampler``, ``iterable_dataset``, ``rank_sharded_stream``: the kinds of
   source that samples are read from; ``sample_source`` is what they have in common.
+- ``sharded_dataset``: many files as one dataset; ``shard_order``: the order they are read in;
+  ``shard_files``, ``shard_formats``, ``tar_shards``, ``parquet_shards``: what they are;
+  ``shard_index``: how many samples each has; ``shard_reader``: what is open.
 - ``rank_comparison``, ``fingerprints``: ranks compare what they read.
 - ``randomness``: what samples draw, apart from what the model draws.
 """
@@ -12,6 +15,7 @@
 from paceline.data.batch_shares import Share, share, steps_per_epoch
 from paceline.data.loader import Loader
 from paceline.data.make_loader import from_dataloader, loader
+from paceline.data.sharded_dataset import ShardedDataset, shards
 from paceline.data.shuffle_order import Order
 from paceline.data.text import ByteText, stdlib_source, unigram_loss
 from paceline.data.torch_dataloader import sizes_over
@@ -20,9 +24,11 @@ __all__ = [
     "ByteText",
     "Loader",
     "Order",
+    "ShardedDataset",
     "Share",
     "from_dataloader",
     "loader",
+    "shards",
     "share",
     "sizes_over",
     "stdlib_source",
