@@ -61,9 +61,12 @@ class ParquetFiles(FileFormat):
         return dict(record)
 
     def _parquet(self, opened: ShardFile) -> Any:
-        opened.file.seek(0)
+        import pyarrow as pa
+
         try:
-            return _pyarrow().ParquetFile(opened.file)
+            # By its descriptor, for a copy has no name. pyarrow's threads read at offsets of their
+            # own, which a Python file could not be shared for.
+            return _pyarrow().ParquetFile(pa.OSFile(f"/dev/fd/{opened.file.fileno()}"))
         except (ValueError, OSError) as error:
             raise DataError(f"{opened.shown} is no Parquet file: {error}.") from error
 

@@ -118,6 +118,10 @@ class ShardFile:
         """Let go of the file, and of its copy."""
         self.file.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "file"):  # opening it may have failed
+            self.file.close()
+
 
 def _opened(name: str, storage_options: Mapping[str, Any] | None) -> BinaryIO:
     compression = COMPRESSED.get(os.path.splitext(name.lower())[1])
