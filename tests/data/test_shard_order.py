@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.shard_cases import Presharded, every, read, read_from, shards_of
+from data.uneven_shards import Presharded, every, read, read_from, shards_of
 from paceline.data import loader, shards
 from paceline.data.shard_order import ShardOrder
 from paceline.errors import DataError

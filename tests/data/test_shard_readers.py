@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import paceline
-from data.shard_cases import Presharded, every, read, shards_of
+from data.uneven_shards import Presharded, every, read, shards_of
 from paceline.data import loader, shards
 from paceline.testing.faults import FaultPlan, kill_at
 from paceline.world import World, collectives
