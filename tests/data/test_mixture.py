@@ -74,6 +74,20 @@ def test_mixtures_of_shards_and_of_mixtures() -> None:
     assert same == seen
 
 
+def test_a_config_can_describe_the_datasets() -> None:
+    described = {"target": "data.uneven_shards:Numbers", "args": {"count": 5}}
+    data = mixture({"a": described, "b": [7]}, {"a": 5, "b": 1})
+    seen = every([loader(data, global_batch=6, rank=0, size=1)])
+    assert sorted(seen) == [0, 1, 2, 3, 4, 7]
+    for wrong, says in (
+        ({"args": {}}, "has no 'target'"),
+        ({"target": "a:b", "weight": 1}, "has 'weight'"),
+        ({"target": "data.uneven_shards:nothing"}, "cannot import"),
+    ):
+        with pytest.raises(DataError, match=says):
+            mixture({"a": wrong})
+
+
 def test_what_is_wrong_is_said() -> None:
     for datasets, weights, says in (
         ([], None, "no dataset was given"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 Shard = tuple[int, int]
 """The number of its first sample, and how many it has."""
@@ -23,6 +23,17 @@ def read(shard: Shard) -> Iterator[int]:
 def read_from(shard: Shard, start: int = 0) -> Iterator[int]:
     first, count = shard
     yield from range(first + start, first + count)
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 class Presharded(IterableDataset[int]):

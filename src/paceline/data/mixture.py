@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from paceline.data.arguments import length_of
+from paceline.data.arguments import import_function, length_of
 from paceline.data.randomness import seed_for
 from paceline.data.shuffle_order import Order, order_of
 from paceline.errors import DataError
@@ -166,7 +166,7 @@ def mixture(
     """One dataset out of several, in fixed proportions.
 
     - ``datasets``: by name, or a list: anything with a length and items, ``paceline.data.shards``
-      and other mixtures among them.
+      and other mixtures among them. In a config, ``{target: "package.module:name", args: {…}}``.
     - ``weights``: how often samples of each come, by the same names or in the same order. Any
       positive numbers; by default the datasets' lengths.
     - ``samples_per_epoch``: by default as many as the datasets have together. A dataset that is
@@ -185,7 +185,7 @@ def mixture(
 
 def _named(datasets: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     pairs = datasets.items() if isinstance(datasets, Mapping) else enumerate(datasets)
-    named = {str(name): dataset for name, dataset in pairs}
+    named = {str(name): _built(dataset) for name, dataset in pairs}
     if not named:
         raise DataError("mixture: no dataset was given.")
     for name, dataset in named.items():
@@ -199,6 +199,19 @@ def _named(datasets: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         if length == 0:
             raise DataError(f"mixture: dataset {name!r} is empty: leave it out.")
     return named
+
+
+def _built(dataset: Any) -> Any:
+    """A dataset that a config describes, or the one that was given."""
+    if not isinstance(dataset, Mapping):
+        return dataset
+    if "target" not in dataset or (extra := sorted(dataset.keys() - {"target", "args"})):
+        wrong = "has no 'target'" if "target" not in dataset else f"has {extra[0]!r}"
+        raise DataError(
+            f"mixture: a dataset that is described {wrong}: give its 'target', an import path, and "
+            "'args'."
+        )
+    return import_function(dataset["target"])(**dataset.get("args", {}))
 
 
 def _weights(

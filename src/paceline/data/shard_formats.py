@@ -18,6 +18,7 @@ from paceline.data.randomness import isolated, seed_all, seed_for
 from paceline.data.shard_files import ShardFile, version_of
 from paceline.errors import DataError
 from paceline.masking import masked
+from paceline.torch_internals import outside_loader_worker
 
 BLOCK = 128
 
@@ -181,12 +182,13 @@ class FunctionFormat(ShardFormat):
     def blocks(self, opened: Any, index: ShardIndex, first: int) -> Iterator[list[Any]]:
         """Blocks of samples: from ``first`` on where the function can start there, else from 0.
 
-        What the function draws from the process-wide generators depends on shard and block alone.
+        What the function draws from the process-wide generators depends on shard and block alone;
+        a stream that would give each loader worker its own part gives all of the shard.
         """
         samples: Iterator[Any] | None = None
         block = first if self.from_any_block else 0
         while True:
-            with isolated(in_workers=True):
+            with isolated(in_workers=True), outside_loader_worker():
                 seed_all(seed_for(index.count, block))
                 if samples is None:
                     samples = self._samples(opened, first * BLOCK if self.from_any_block else None)

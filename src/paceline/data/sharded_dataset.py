@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pkgutil
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from paceline.data.arguments import whole_number
+from paceline.data.arguments import import_function, whole_number
 from paceline.data.parquet_shards import ParquetFiles
 from paceline.data.shard_files import file_names, suffix_of
 from paceline.data.shard_formats import (
@@ -135,7 +134,7 @@ def shards(
             whole_number(name, value, 1, meaning)
     if hasattr(files, "num_shards") and hasattr(files, "shard"):
         files, read = _huggingface(files, read)
-    function = _imported(read) if _is_import_path(read) else read
+    function = import_function(read) if _is_import_path(read) else read
     items: list[Any]
     if callable(function):
         items = [files] if isinstance(files, str | os.PathLike) else list(files)
@@ -155,7 +154,7 @@ def shards(
         items,
         shard_format,
         indexes,
-        map=_imported(map) if isinstance(map, str) else map,
+        map=import_function(map) if isinstance(map, str) else map,
         lanes=lanes,
         chunk=chunk,
         window=window,
@@ -257,16 +256,3 @@ def _huggingface(stream: Any, read: Any) -> tuple[range, Callable[[int], Any]]:
 
 def _is_import_path(read: Any) -> bool:
     return isinstance(read, str) and ":" in read
-
-
-def _imported(name: Any) -> Any:
-    try:
-        found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(
-            f"shards: cannot import {name!r}: {error}. Give a function, or an import path like "
-            "'package.module:name'."
-        ) from error
-    if not callable(found):
-        raise DataError(f"shards: {name!r} is a {type(found).__name__}, but must be a function.")
-    return found
