@@ -55,7 +55,7 @@ def note_reader(shard: tuple[int, int], start: int = 0) -> Any:
 
 
 def test_workers_read_shards_of_their_own() -> None:
-    dataset = shards(shards_of([64] * 16), read=note_reader)
+    dataset = shards(shards_of([64] * 16), read=note_reader, chunk=16)
     with loader(dataset, global_batch=64, workers=4, rank=0, size=1) as data:
         seen = torch.cat(list(data))
     readers = {int(shard): set() for shard in seen[:, 0]}  # type: ignore[var-annotated]

@@ -28,8 +28,10 @@ from paceline.data.shuffle_order import Order, keyed_hash, round_keys
 from paceline.errors import DataError
 
 MOST_LANES = 64
-CHUNK = 16
 WINDOW = 128
+_MOST_CHUNK = 16
+_LEAST_TURNS = 16
+"""Turns of the lanes in an epoch, in which chunks of a few samples would else be too long."""
 _LOW = 0xFFFFFFFF
 _WINDOWS_KEPT = 4
 """Windows whose permutations are kept, for each lane."""
@@ -50,12 +52,14 @@ class ShardOrder(Order):
         shuffle: bool = True,
         *,
         lanes: int | None = None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         window: int = WINDOW,
         names: Sequence[str] = (),
     ) -> None:
         super().__init__(sum(counts), seed, shuffle)
         self.lanes = default_lanes(len(counts)) if lanes is None else lanes
+        if chunk is None:
+            chunk = min(_MOST_CHUNK, self.n // (_LEAST_TURNS * self.lanes))
         # Few samples would else all fall to the first lanes.
         self.chunk = max(1, min(chunk, self.n // self.lanes))
         self.window = window

@@ -22,7 +22,7 @@ from paceline.data.shard_formats import (
     TextLines,
 )
 from paceline.data.shard_index import index_shards
-from paceline.data.shard_order import CHUNK, WINDOW, ShardOrder, default_lanes
+from paceline.data.shard_order import WINDOW, ShardOrder, default_lanes
 from paceline.data.shard_reader import ShardReader
 from paceline.data.shuffle_order import Order
 from paceline.data.tar_shards import TarFiles
@@ -54,7 +54,7 @@ class ShardedDataset(Dataset[Any]):
         *,
         map: Callable[[Any], Any] | None = None,
         lanes: int | None = None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         window: int = WINDOW,
     ) -> None:
         self.shards = list(shards)
@@ -100,7 +100,7 @@ def shards(
     counts: Sequence[int] | None = None,
     index: str | os.PathLike[str] | None = None,
     lanes: int | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     window: int = WINDOW,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ShardedDataset:
@@ -122,7 +122,7 @@ def shards(
     - ``index``: a file that remembers the counts, and is made where it is missing.
     - ``lanes``, ``chunk``, ``window``: how samples are mixed. The shards are read in ``lanes``
       places at once (by default as many as there are shards, at most 64), ``chunk`` samples from
-      each in turn, shuffled in windows of ``window``.
+      each in turn (by default 16, fewer of a small dataset), shuffled in windows of ``window``.
     - ``storage_options``: for the URLs' file system, as fsspec takes them.
     """
     for name, value, meaning in (
