@@ -4,7 +4,7 @@ All read the same samples from local files, decode them alike and make the same 
 same number of workers, in turns of one run. WebDataset and StreamingDataset (mosaicml-streaming)
 take part where they are installed. What is counted is a whole epoch after one that is not.
 
-    python benchmarks/data_readers.py [--workers 0 2] [--rounds 3] [--small]
+    python benchmarks/data_readers.py [--workers 0 2] [--rounds 3] [--formats jsonl] [--small]
 
 Also measured: how long a training loop whose step takes a given time waits for data.
 """
@@ -12,7 +12,7 @@ Also measured: how long a training loop whose step takes a given time waits for 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import io
 import json
 import statistics
@@ -118,7 +118,8 @@ def read_tar(file: str) -> Iterator[Any]:
                 yield sample
                 sample = {}
             sample["__key__"] = key
-            sample[ending] = np.load(data) if ending == "npy" else int(data.read())
+            raw = data.read()
+            sample[ending] = np.load(io.BytesIO(raw)) if ending == "npy" else int(raw)
     yield sample
 
 
@@ -208,9 +209,9 @@ def cases(small: bool) -> dict[str, Any]:
         "paceline": paceline_shards,
         "torch DataLoader": partial(torch_files, read_tar),
     }
-    if importlib.util.find_spec("webdataset"):
+    if works("webdataset"):
         tar["WebDataset"] = webdataset_tar
-    if importlib.util.find_spec("streaming"):
+    if works("streaming"):
         tar["StreamingDataset"] = streaming_tar
     lines = {"paceline": paceline_shards, "torch DataLoader": partial(torch_files, read_jsonl)}
     tokens = {"paceline": paceline_tokens, "torch DataLoader": torch_tokens}
@@ -219,6 +220,15 @@ def cases(small: bool) -> dict[str, Any]:
         "tar": (write_tar, 1024 * scale, decode_tar, tar),
         "tokens": (write_tokens, 2048 * scale, None, tokens),
     }
+
+
+def works(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        print(f"left out: {package} ({error})")
+        return False
+    return True
 
 
 def measure(readers: dict[str, Epochs], rounds: int) -> dict[str, float]:
@@ -253,11 +263,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--formats", nargs="+", default=["jsonl", "tar", "tokens"])
     parser.add_argument("--small", action="store_true", help="an eighth of the samples")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     results = []
     for kind, (write, samples, decode, readers) in cases(options.small).items():
+        if kind not in options.formats:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder), samples)
             files = sorted(str(file) for file in Path(folder).iterdir())

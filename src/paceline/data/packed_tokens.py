@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -98,47 +98,54 @@ class PackedTokens(Dataset[PackedSequence]):
         return -(-self.tokens // self.context)
 
     def __getitem__(self, index: int) -> PackedSequence:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[PackedSequence]:
+        """Several sequences at once, as a DataLoader asks for them."""
+        parts = self._sequences([self._pieces(index) for index in indices])
+        return [PackedSequence(*rows) for rows in zip(*map(torch.from_numpy, parts), strict=True)]
+
+    def _pieces(self, index: int) -> list[tuple[int, int]]:
+        """The stretches of all tokens that sequence ``index`` is made of."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} is outside the {len(self)} of these tokens")
         index %= len(self)
-        if self._packing is None:
-            start = index * self.context
-            pieces = [(start, min(start + self.context, self.tokens))]
-        else:
-            pieces = self._packing.pieces(index)
-        return self._sequence(pieces)
+        if self._packing is not None:
+            return self._packing.pieces(index)
+        start = index * self.context
+        return [(start, min(start + self.context, self.tokens))]
 
-    def _sequence(self, pieces: list[tuple[int, int]]) -> PackedSequence:
-        tokens = np.zeros(self.context, np.int64)
-        targets = np.full(self.context, IGNORED, np.int64)
-        begins = np.zeros(self.context + 1, bool)
-        at = 0
-        for start, stop in pieces:
-            text = self._read(start, min(stop + 1, self.tokens))
-            size = stop - start
-            ends = self._ends_in(start, text[:size])
-            tokens[at : at + size] = text[:size]
-            targets[at : at + len(text) - 1] = text[1 : size + 1]
-            targets[at : at + size][ends] = IGNORED
-            begins[at] = True
-            begins[at + 1 : at + size + 1] |= ends
-            at += size
-        documents = begins[:-1].cumsum() - 1
+    def _sequences(self, packs: list[list[tuple[int, int]]]) -> tuple[Tokens, ...]:
+        """The parts of several sequences, a row for each."""
+        shape = (len(packs), self.context)
+        tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        begins, ends = np.zeros(shape, bool), np.zeros(shape, bool)
+        filled = np.zeros((len(packs), 1), np.int64)
+        for row, pieces in enumerate(packs):
+            at = 0
+            for start, stop in pieces:
+                self._copy(start, tokens[row, at : at + stop - start])
+                after = min(stop + 1, self.tokens)
+                self._copy(start + 1, targets[row, at : at + after - start - 1])
+                begins[row, at] = True
+                ends[row, [at + end - start - 1 for end in self._file_ends(start, stop)]] = True
+                at += stop - start
+            filled[row] = at
+        if self.end is not None:
+            ends |= tokens == self.end
+        targets[ends] = IGNORED
+        begins[:, 1:] |= ends[:, :-1]
         places = np.arange(self.context)
-        positions = places - np.maximum.accumulate(np.where(begins[:-1], places, 0))
-        documents[at:] = NO_DOCUMENT
-        positions[at:] = 0
-        return PackedSequence(*map(torch.from_numpy, (tokens, positions, documents, targets)))
+        documents = begins.cumsum(1) - 1
+        positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        padding = places >= filled
+        documents[padding], positions[padding] = NO_DOCUMENT, 0
+        return tokens, positions, documents, targets
 
-    def _ends_in(self, start: int, text: Tokens) -> npt.NDArray[np.bool_]:
-        """Which tokens of ``text`` are the last of their document."""
-        ends = np.zeros(len(text), bool) if self.end is None else text == self.end
+    def _file_ends(self, start: int, stop: int) -> list[int]:
+        """The ends of files after ``start`` and up to ``stop``: documents end there, too."""
         first = bisect_right(self._ends, start)
-        for end in self._ends[first:]:
-            if end > start + len(text):
-                break
-            ends[end - start - 1 : end - start] = True
-        return ends
+        return self._ends[first : bisect_right(self._ends, stop)]
 
     def _document_ends(self) -> Tokens:
         """Where each document ends, counted through all files."""
@@ -152,15 +159,14 @@ class PackedTokens(Dataset[PackedSequence]):
         ends = np.unique(np.concatenate(found))
         return ends[ends > 0]
 
-    def _read(self, start: int, stop: int) -> Tokens:
-        parts = []
-        file = bisect_right(self._ends, start)
-        while start < stop:
-            base = self._ends[file] - self._lengths[file]
-            upto = min(stop, self._ends[file])
-            parts.append(self._mapped(file)[start - base : upto - base])
-            start, file = upto, file + 1
-        return np.concatenate(parts).astype(np.int64)
+    def _copy(self, start: int, out: Tokens) -> None:
+        """Fill ``out`` with the tokens from ``start`` on, out of one file or several."""
+        at, file = 0, bisect_right(self._ends, start)
+        while at < len(out):
+            inside = start + at - (self._ends[file] - self._lengths[file])
+            part = self._mapped(file)[inside : inside + len(out) - at]
+            out[at : at + len(part)] = part
+            at, file = at + len(part), file + 1
 
     def _mapped(self, file: int) -> npt.NDArray[Any]:
         if self._process != os.getpid():

@@ -21,6 +21,7 @@ from paceline.masking import masked
 from paceline.torch_internals import outside_loader_worker
 
 BLOCK = 128
+_from_json = json.JSONDecoder().decode  # json.loads would look which encoding it is
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class JsonLines(LineFormat):
 
     def decode(self, line: bytes) -> Any:
         """The value."""
-        return json.loads(line)
+        return _from_json(line.decode("utf-8"))
 
 
 class TextLines(LineFormat):

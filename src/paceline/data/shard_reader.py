@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from paceline.data.shard_formats import BLOCK, ShardFormat, ShardIndex
@@ -38,16 +38,21 @@ class ShardReader:
         # By shard and the block that each would read next.
         self._cursors: OrderedDict[tuple[int, int], Iterator[Sequence[Any]]] = OrderedDict()
 
-    def sample(self, shard: int, number: int) -> Any:
-        """The ``number``-th sample of the ``shard``-th shard."""
+    def samples(self, places: Iterable[tuple[int, int]]) -> list[Any]:
+        """The samples at these places: a shard, and the number of the sample in it."""
         if self._process != os.getpid():
             self._forget()
-        key = (shard, number // BLOCK)
-        block = self._blocks.get(key)
-        if block is None:
-            block = self._read(*key)
-        self._blocks.move_to_end(key)
-        return self._format.sample(self._open(shard), block[number % BLOCK], number)
+        blocks, decode = self._blocks, self._format.sample
+        found = []
+        for shard, number in places:
+            key = (shard, number // BLOCK)
+            block = blocks.get(key)
+            if block is None:
+                block = self._read(*key)
+            else:
+                blocks.move_to_end(key)
+            found.append(decode(self._open(shard), block[number % BLOCK], number))
+        return found
 
     def _read(self, shard: int, wanted: int) -> Sequence[Any]:
         cursor, at = self._cursor(shard, wanted)

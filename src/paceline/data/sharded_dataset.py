@@ -69,13 +69,21 @@ class ShardedDataset(Dataset[Any]):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Any:
-        if not -len(self) <= index < len(self):
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Several samples at once, as a DataLoader asks for them."""
+        samples = self._reader.samples(map(self._place, indices))
+        return samples if self.map is None else [self.map(sample) for sample in samples]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The shard of sample ``index``, and its number in it."""
+        ends = self._ends
+        if not -ends[-1] <= index < ends[-1]:
             raise IndexError(f"sample {index} is outside the {len(self)} samples of these shards")
-        index %= len(self)
-        shard = bisect_right(self._ends, index)
-        number = index - (self._ends[shard] - self.counts[shard])
-        sample = self._reader.sample(shard, number)
-        return sample if self.map is None else self.map(sample)
+        index %= ends[-1]
+        shard = bisect_right(ends, index)
+        return shard, index - (ends[shard] - self.counts[shard])
 
     def paceline_order(self, seed: int, shuffle: bool) -> Order:
         """The order in which a loader reads the samples."""
