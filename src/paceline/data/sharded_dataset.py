@@ -142,7 +142,7 @@ def shards(
             whole_number(name, value, 1, meaning)
     if hasattr(files, "num_shards") and hasattr(files, "shard"):
         files, read = _huggingface(files, read)
-    function = import_function(read) if _is_import_path(read) else read
+    function = import_function(read) if isinstance(read, str) and ":" in read else read
     items: list[Any]
     if callable(function):
         items = [files] if isinstance(files, str | os.PathLike) else list(files)
@@ -260,7 +260,3 @@ def _huggingface(stream: Any, read: Any) -> tuple[range, Callable[[int], Any]]:
         return stream.shard(num_shards=number, index=shard)
 
     return range(number), read_shard
-
-
-def _is_import_path(read: Any) -> bool:
-    return isinstance(read, str) and ":" in read
