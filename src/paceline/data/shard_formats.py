@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from zlib import crc32
 
 from paceline.data.randomness import isolated, seed_all, seed_for
 from paceline.data.shard_files import ShardFile, version_of
@@ -187,10 +189,12 @@ class FunctionFormat(ShardFormat):
         a stream that would give each loader worker its own part gives all of the shard.
         """
         samples: Iterator[Any] | None = None
+        plain = isinstance(opened, str | int | tuple | os.PathLike)  # else repr may be an address
+        named = crc32(repr(opened).encode()) if plain else index.count
         block = first if self.from_any_block else 0
         while True:
             with isolated(in_workers=True), outside_loader_worker():
-                seed_all(seed_for(index.count, block))
+                seed_all(seed_for(named, block))
                 if samples is None:
                     samples = self._samples(opened, first * BLOCK if self.from_any_block else None)
                 records = list(islice(samples, BLOCK))
