@@ -261,10 +261,6 @@ class ForwardRandomness:
         result = draws.HANDLERS[function](self, function, args, kwargs)
         return function(*args, **kwargs) if result is NotImplemented else result
 
-    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``draw``."""
-        return self.draw(function, args, kwargs)
-
     # ------------------------------------------------------------------ recomputation
 
     def moment(self) -> _Moment | None:
