@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.config import Config
+from paceline.config import Config, Target
 from paceline.config.keys import FIELDS, section_of
 from paceline.config.sections import in_yaml
 from paceline.credentials import Secret
@@ -30,12 +30,15 @@ SECTIONS = {".".join(path) for path, info in FIELDS.items() if section_of(info) 
 # A config's default is the demo's, or must be a value of its own where Python has "not given".
 OTHER_DEFAULTS = {
     "batch.global_batch",
+    "callbacks",
     "checkpoint.every",
     "checkpoint.mode",
     "checkpoint.storage",
     "data.shuffle",
     "launch.timeout",
     "local_steps.every",
+    "metrics",
+    "track.trackers",
     "train.clip_norm",
 }
 
@@ -111,6 +114,8 @@ def plain(annotation: Any) -> list[Any]:
 def is_like(kind: Any, own: Any) -> bool:
     """Whether a config may take ``kind`` for an option that takes ``own``: the same, or less."""
     origin, own_origin = (typing.get_origin(one) or one for one in (kind, own))
+    if own_origin is Callable:
+        return isinstance(kind, type) and issubclass(kind, Target)  # a config names it
     if own is str:
         return kind in (str, Secret) or origin is typing.Literal
     same = {dict: Mapping, list: Sequence}
