@@ -17,6 +17,7 @@ import paceline
 from paceline.config import Config, Target
 from paceline.config.keys import FIELDS, section_of
 from paceline.config.sections import in_yaml
+from paceline.config.training import EarlyStoppingSection
 from paceline.credentials import Secret
 from paceline.options import Checkpointing, EngineOptions, TrainerOptions, reference
 from paceline.options.declare import Declared, declared, members
@@ -188,3 +189,10 @@ def test_help_shows_plain_types() -> None:
 def test_the_timeout_that_none_stands_for_is_the_worlds() -> None:
     text = declared(TrainerOptions)["timeout"].option.text
     assert text.endswith(f"None: {DEFAULT_TIMEOUT:g}.")
+
+
+def test_early_stopping_in_a_config_is_that_of_python() -> None:
+    python = inspect.signature(paceline.EarlyStopping).parameters
+    assert {name: parameter.default for name, parameter in python.items()} == {
+        name: info.default for name, info in EarlyStoppingSection.model_fields.items()
+    }
