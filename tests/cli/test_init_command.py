@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.cli import main
 from paceline.cli.init import TEMPLATES
@@ -33,11 +34,14 @@ def test_the_tests_of_a_project_pass(
     assert "name: My-project\n" in (project / "config.yaml").read_text()
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", [str(project), *sys.path])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # beside other tests, a second one only waits
     try:
         tests = importlib.import_module("test_project")
         tests.test_the_config_is_sound()
         tests.test_the_model_learns_one_batch()
     finally:
+        torch.set_num_threads(threads)
         for name in MODULES:
             sys.modules.pop(name, None)
 
