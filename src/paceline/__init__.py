@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.data import loader as loader
     from paceline.engine import Engine as Engine
     from paceline.engine import StepResult as StepResult
+    from paceline.engine.parameter_groups import parameter_groups as parameter_groups
     from paceline.engine.prepare import prepare as prepare
     from paceline.layout import Layout as Layout
     from paceline.options import Checkpointing as Checkpointing
@@ -65,6 +66,7 @@ _HOME = {
     "collectives": "paceline.world",
     "loader": "paceline.data",
     "load_weights": "paceline.trainer",
+    "parameter_groups": "paceline.engine.parameter_groups",
     "prepare": "paceline.engine",
     "verify": "paceline.prove",
 }

@@ -14,6 +14,7 @@ from paceline.data import Loader
 from paceline.engine import Engine
 from paceline.engine.loss import target_of
 from paceline.errors import DataError, TrainingError
+from paceline.trainer.stateful_metrics import StatefulMetric, has_state
 from paceline.world import collectives, rng_state, set_rng_state
 
 MetricFunction = Callable[[Any, Any], Any]
@@ -68,6 +69,8 @@ class _Tally:
     """Sums and counts of this rank, by metric; made into means over all ranks at the end."""
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self.stateful = [StatefulMetric(n, m) for n, m in metrics.items() if has_state(m)]
+        metrics = {n: m for n, m in metrics.items() if not has_state(m)}
         self.metrics = metrics
         by_batch = [name for name, m in metrics.items() if not isinstance(m, WholeSet)]
         self.sums = dict.fromkeys(("loss", *by_batch), 0.0)
@@ -81,6 +84,8 @@ class _Tally:
         self.sums["loss"] += float(term.total)
         self.counts["loss"] += float(term.count)
         target = target_of(batch)
+        for stateful in self.stateful:
+            stateful.update(term.output, target)
         for name, metric in self.metrics.items():
             if isinstance(metric, WholeSet):
                 continue
@@ -107,6 +112,8 @@ class _Tally:
             for name, total, count in zip(self.sums, sums, counts, strict=True)
         }
         values |= self._whole_set_values()
+        for stateful in self.stateful:
+            values |= stateful.compute(engine.world.rank, engine.world.size)
         return values, int(samples)
 
     def _whole_set_values(self) -> dict[str, float]:

@@ -89,7 +89,7 @@ class Trainer(TrainerBase):
             random.
         metrics: Validation metrics by name, called as metric(output, target) on each batch and
             returning its mean over the samples or a pair (sum, count); or paceline.WholeSet for
-            metrics that need everything at once.
+            metrics that need everything at once, or a metric of torchmetrics.
         callbacks: Code called during the run: paceline.Callback.
         trackers: Readers of the run's events, such as those in paceline.track.
         progress: Show a progress bar, or lines where the output is not a terminal.
