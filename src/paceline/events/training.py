@@ -48,6 +48,21 @@ class EvalDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseProgress(Event):
+    """How far what comes between steps is: when it begins, and about once a second.
+
+    ``phase`` is ``evaluation``, ``prediction`` or ``checkpoint``; ``done`` of ``total`` batches are
+    through, where it goes by batches and their number is known.
+    """
+
+    phase: str
+    step: int
+    done: int = 0
+    total: int | None = None
+    samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochDone(Event):
     """The end of an epoch; ``loss`` is the sample-weighted mean over its steps."""
 

@@ -50,7 +50,7 @@ class TrainerBase:
 
     model: nn.Module
     loss: LossFunction | None
-    optimizer: Optimizer | OptimizerFactory
+    optimizer: Optimizer | OptimizerFactory | None
     engine_options: EngineOptions
     batch: BatchSizes
     global_batch: int | None
@@ -75,6 +75,8 @@ class TrainerBase:
     def __init__(self) -> None:
         # Whether somebody else follows the events and shows them: a launcher, or fit(nproc=…).
         self.events_are_shown = False
+        # Where an evaluation or a prediction by itself reports: no part of the run's own events.
+        self.pass_events_dir: Path | None = None
         # Seconds from a signal until a launcher ends the ranks, where one has told.
         self.grace: float | None = None
         # Called on each rank when all of them have done a first step with their settings.
@@ -88,6 +90,7 @@ class TrainerBase:
         # Whether all ranks came to the end of fit together, a signal or not.
         self.left_in_order = False
         self._stops: StopRequests | None = None
+        self._has_fitted = False
 
     @property
     def engine(self) -> Engine:

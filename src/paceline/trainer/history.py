@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import paceline.events as events
 from paceline.events import (
@@ -22,6 +24,8 @@ from paceline.events import (
     WireUsed,
 )
 from paceline.events.wording import at_step
+from paceline.options.checkpointing import direction
+from paceline.trainer.callbacks import sign_of
 
 
 @dataclass
@@ -111,6 +115,20 @@ class History:
         """The last validation loss, if there was one."""
         values = self.metric("loss")
         return values[-1] if values else None
+
+    def best(
+        self, metric: str = "loss", mode: Literal["min", "max"] | None = None
+    ) -> EvalDone | None:
+        """The evaluation with the best value of ``metric``; ``None`` where none has it.
+
+            history.best("accuracy", mode="max").step
+
+        Of a loss less is better; of any other metric ``mode`` says whether ``"min"`` or ``"max"``
+        is. Of equal ones the first counts, and none that is not finite.
+        """
+        sign = sign_of(direction(metric, mode, f"History.best({metric!r})"))
+        found = [e for e in self.evals if math.isfinite(e.metrics.get(metric, math.nan))]
+        return min(found, key=lambda e: sign * e.metrics[metric], default=None)
 
     @property
     def samples(self) -> int:

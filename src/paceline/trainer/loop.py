@@ -26,6 +26,7 @@ from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import CallbackStates, sign_of, value_of
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
+from paceline.trainer.pass_progress import PassProgress
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.save_schedule import Saves, due
 from paceline.trainer.saved_fields import (
@@ -299,12 +300,16 @@ class Loop:
             return
         self._catch_up()
         self.evaluation_due = True
+        batches = self.trainer.evaluation.batches
+        progress = PassProgress(self.reporter.emit, "evaluation", step, self.val, batches)
+
+        def between() -> None:
+            self._leave_if_interrupted()
+            progress.batch_done()
+
+        progress.begin()
         metrics, samples, seconds = evaluate(
-            self.engine,
-            self.val,
-            self.trainer.metrics,
-            batches=self.trainer.evaluation.batches,
-            between=self._leave_if_interrupted,
+            self.engine, self.val, self.trainer.metrics, batches=batches, between=between
         )
         self.evaluated_at, self.last_metrics, self.evaluation_due = step, metrics, False
         epoch = self.trainer.epoch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -166,9 +166,12 @@ class Pipeline:
         return self._finish(len(parts))
 
     @torch.no_grad()
-    def evaluate(self, parts: list[Part]) -> list[Term | None]:
-        """The terms of all microbatches, with their outputs, on the rank of the last stage."""
-        self._start(parts, None)
+    def evaluate(self, parts: list[Part], purpose: Hashable = None) -> list[Term | None]:
+        """The terms of all microbatches, with their outputs, on the rank of the last stage.
+
+        ``purpose`` tells apart calls in which the module computes other things of equal batches.
+        """
+        self._start(parts, None, purpose)
         self._step.keep_output = True
         sends: list[Any] = []
         for number in range(len(parts)):
@@ -217,8 +220,12 @@ class Pipeline:
             tied.check_alike(name, seen)
         self._ties_checked = True
 
-    def _start(self, parts: list[Part], scale: Tensor | None) -> None:
-        microbatches = [Microbatch(part, items, self._known(part)) for part, items in parts]
+    def _start(self, parts: list[Part], scale: Tensor | None, purpose: Hashable = None) -> None:
+        known = [self._known(part, purpose) for part, _ in parts]
+        microbatches = [
+            Microbatch(part, items, shapes)
+            for (part, items), shapes in zip(parts, known, strict=True)
+        ]
         self._step.microbatches = microbatches
         self._step.scale = scale
         self._step.terms = []
@@ -257,9 +264,9 @@ class Pipeline:
             for microbatch in self._step.microbatches
         ]
 
-    def _known(self, part: Any) -> ShapeRun:
+    def _known(self, part: Any, purpose: Hashable) -> ShapeRun:
         """What the model's modules return for a batch of this shape."""
-        key = (signature(part), self._skeleton.model.training)
+        key = (signature(part), self._skeleton.model.training, purpose)
         if key not in self._shapes:
             while len(self._shapes) >= _SHAPES_KEPT:
                 del self._shapes[next(iter(self._shapes))]
