@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import paceline.events as events
+from paceline.errors import TrainingError
 from paceline.events import (
     EpochDone,
     EvalDone,
@@ -25,7 +26,6 @@ from paceline.events import (
 )
 from paceline.events.wording import at_step
 from paceline.options.checkpointing import direction
-from paceline.trainer.callbacks import sign_of
 
 
 @dataclass
@@ -126,9 +126,12 @@ class History:
         Of a loss less is better; of any other metric ``mode`` says whether ``"min"`` or ``"max"``
         is. Of equal ones the first counts, and none that is not finite.
         """
-        sign = sign_of(direction(metric, mode, f"History.best({metric!r})"))
+        wanted = direction(metric, mode, f"History.best({metric!r})")
+        if wanted not in ("min", "max"):
+            raise TrainingError(f"History.best: mode={mode!r} must be 'min' or 'max'.")
         found = [e for e in self.evals if math.isfinite(e.metrics.get(metric, math.nan))]
-        return min(found, key=lambda e: sign * e.metrics[metric], default=None)
+        pick = min if wanted == "min" else max
+        return pick(found, key=lambda e: e.metrics[metric], default=None)
 
     @property
     def samples(self) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.checkpoint.best import Mode
 from paceline.checkpoint.locate import Which
+from paceline.checkpoint.manifest import step_of
 from paceline.data import Loader
 from paceline.engine import Engine
 from paceline.engine.predicted_rows import Rows, Take
@@ -44,6 +45,8 @@ class _Pass(NamedTuple):
     loader: Loader
     stops: StopRequests
     reporter: Reporter
+    step: int
+    """The step whose weights the model has."""
 
 
 class InferenceTrainer(TrainerBase):
@@ -77,8 +80,8 @@ class InferenceTrainer(TrainerBase):
             return _on_new_ranks(
                 self, nproc, lambda own: own.evaluate(data, which=which, batches=batches)
             )
-        with self._passing(data, "evaluate", which, nproc) as (engine, loader, stops, reporter):
-            step = engine.steps_done
+        with self._passing(data, "evaluate", which, nproc) as given:
+            engine, loader, stops, reporter, step = given
             progress = PassProgress(reporter.emit, "evaluation", step, loader, batches)
 
             def between() -> None:
@@ -144,9 +147,10 @@ class InferenceTrainer(TrainerBase):
                     data, out=path, overwrite=overwrite, which=which, take=take, forward=forward
                 ),
             )
-        with self._passing(data, "predict", which, nproc) as (engine, loader, stops, reporter):
+        with self._passing(data, "predict", which, nproc) as given:
+            engine, loader, stops, reporter, step = given
             check_order(loader)
-            progress = PassProgress(reporter.emit, "prediction", engine.steps_done, loader)
+            progress = PassProgress(reporter.emit, "prediction", step, loader)
             predicting = PredictionPass(engine, stops, take=take, forward=forward, out=path)
             rows: Rows | None = predicting.run(loader, progress)
         return path if out is not None else rows
@@ -168,10 +172,11 @@ class InferenceTrainer(TrainerBase):
             )
         has_engine = self._engine is not None or self._brought is not None
         target = self.engine if has_engine else self.model
+        # The folder of a run from a config also says how its storage is opened.
+        by_config = self.run_dir is not None and (self.run_dir / "config.yaml").is_file()
+        where = self.run_dir if self.run_dir is not None and by_config else self.checkpoint_dir
         key = self.checkpoint.digest_key
-        return load_weights(
-            target, self.checkpoint_dir, which, metric=metric, mode=mode, follow=True, key=key
-        )
+        return load_weights(target, where, which, metric=metric, mode=mode, follow=True, key=key)
 
     # ------------------------------------------------------------------ how a pass goes
 
@@ -187,8 +192,10 @@ class InferenceTrainer(TrainerBase):
                 f"{verb}(nproc={nproc}) was called in a world of {world.size} ranks that was "
                 f"started already. Leave nproc out, or start {nproc} ranks."
             )
+        step = engine.steps_done
         if which is not None:
-            self.load_weights(which)
+            path = self.load_weights(which)
+            step = step_of(path.rstrip("/").rpartition("/")[2]) or step
         loader = make_loader(self, data, verb)
         loader.take_note()
         expect_all_ranks(loader, alone=False)
@@ -202,7 +209,7 @@ class InferenceTrainer(TrainerBase):
         stops = StopRequests(world) if self._stops is None else self._stops
         try:
             with contextlib.nullcontext() if in_fit else stops:
-                yield _Pass(engine, loader, stops, reporter)
+                yield _Pass(engine, loader, stops, reporter, step)
         except Interrupted:
             if in_fit:
                 raise

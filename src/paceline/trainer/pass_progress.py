@@ -33,6 +33,10 @@ class PassProgress:
         """The pass begins."""
         self._tell()
 
+    def end(self) -> None:
+        """The pass is through."""
+        self._tell()
+
     def batch_done(self) -> None:
         """One more batch is through."""
         self._done += 1

@@ -80,6 +80,7 @@ class PredictionPass:
             progress.begin()
             run_pass(self._engine, loader, self._predict, between=between, phase="prediction")
             self._finish()
+            progress.end()
         except BaseException:
             if self._file is not None:
                 self._file.discard()
