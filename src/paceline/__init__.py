@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.engine import StepResult as StepResult
     from paceline.engine.prepare import prepare as prepare
     from paceline.layout import Layout as Layout
+    from paceline.log_values import log as log
     from paceline.options import Checkpointing as Checkpointing
     from paceline.options import Compression as Compression
     from paceline.options import DataOptions as DataOptions
@@ -65,6 +66,7 @@ _HOME = {
     "collectives": "paceline.world",
     "loader": "paceline.data",
     "load_weights": "paceline.trainer",
+    "log": "paceline.log_values",
     "prepare": "paceline.engine",
     "verify": "paceline.prove",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pty
@@ -89,6 +90,14 @@ def test_a_short_run_shows_its_tenths() -> None:
         *(f"step {i}/20" for i in range(2, 21, 2)),
     ]
     assert shown[-1] == "step 20/20: loss 2.0000, 64 samples/s, ETA 0:00"
+
+
+def test_logged_numbers_stand_beside_the_loss() -> None:
+    logged = {"kl": 0.25, "ce": 1.5, "a": 1.0, "b": 2.0}
+    shown = lines(started(4), dataclasses.replace(step(1, time=1.0), logged=logged))
+    assert shown[1] == (
+        "step 1/4: loss 2.0000, kl 0.2500, ce 1.5000, a 1.0000, 64 samples/s, ETA 0:02"
+    )
 
 
 def test_a_long_run_is_reported_by_the_clock() -> None:

@@ -33,6 +33,7 @@ from paceline.engine.result import StepResult
 from paceline.engine.step import run_step
 from paceline.errors import TrainingError
 from paceline.layout import Coordinate, Layout
+from paceline.log_values import Reduce, check_logged, current, log
 from paceline.options import (
     Compression,
     EngineOptions,
@@ -222,6 +223,7 @@ class Engine(HasInternals):
         local steps it waits until all replicas are through with the step; every rank must call it.
         """
         self._context.nonfinite.settle()
+        self._context.microbatches.logs.settle()
         self._sync.settle()
 
     @property
@@ -282,6 +284,28 @@ class Engine(HasInternals):
             if not self._context.is_evaluating:
                 stack.enter_context(self.evaluating())
             return predict_share(self._context, batch, Prediction(forward), take)
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        count: int | Tensor | None = None,
+        reduce: Reduce = "mean",
+    ) -> None:
+        """Log a number: ``paceline.log`` inside a model or a loss that this engine runs.
+
+        Called elsewhere, such as from a loop, it belongs to the step done last, and every rank
+        calls it: their values become one, by default their mean. They are summed with the loss of
+        the next step.
+        """
+        logs = self._context.microbatches.logs
+        now = current()
+        if now is not None and now.sink is logs:
+            log(name, value, count=count, reduce=reduce)
+            return
+        check_logged(name, value, reduce)
+        logs.add_outside(name, value, count, reduce)
 
     # ------------------------------------------------------------------ what it says of itself
 

@@ -13,6 +13,7 @@ from paceline.engine.context import StepContext
 from paceline.engine.loss import Prediction
 from paceline.engine.predicted_rows import Rows, Take, joined, on_device, rows_of, to_host
 from paceline.errors import TrainingError
+from paceline.log_values import recording
 from paceline.parallel.distributed_model import sample_group
 from paceline.parallel.loss_term import Term
 from paceline.world.object_collectives import all_gather_object
@@ -36,11 +37,13 @@ def evaluation_mode(context: StepContext) -> Iterator[None]:
     replica.model.eval()
     replica.pulse.pause()
     was_evaluating, context.is_evaluating = context.is_evaluating, True
+    context.microbatches.logs.begin_evaluation()
     try:
         with context.sync.shared_model(), torch.no_grad(), replica.pulse.during("evaluation"):
             yield
     finally:
         context.is_evaluating = was_evaluating
+        context.microbatches.logs.end_evaluation()
         for module, training in modes:
             module.training = training
         if replica.is_spread:
@@ -125,7 +128,8 @@ def _evaluate_part(context: StepContext, part: Any, items: int) -> Term | None:
         if not spread.lockstep:
             return None
         part, samples = placeholder(part), 1
-    with context.microbatches.drawing(part, samples):
+    logs = context.microbatches.logs if items and context.loss.prediction is None else None
+    with context.microbatches.drawing(part, samples), recording(logs, items):
         if spread.lockstep:  # through the module that gathers parameters
             return spread.plain(spread(part, items or 1))
         with spread.context():

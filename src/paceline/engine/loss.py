@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from paceline.engine.arguments import check_call
 from paceline.engine.batch import batch_size
 from paceline.errors import DataError, LossError
+from paceline.log_values import log
 from paceline.parallel.device_map.moves import device_of, moved
 from paceline.parallel.loss_term import Term
 
@@ -86,6 +87,8 @@ class LossModule(nn.Module):
         else:
             output = call_model(self.model, batch, all_keys=self.loss is None)
             value = own_loss(output) if self.loss is None else self._compare(output, batch)
+        if isinstance(value, Mapping):
+            value = _with_parts_logged(value, items)
         if isinstance(value, tuple) and len(value) == 2:
             total, count = value
             _check_scalar(total)
@@ -215,6 +218,31 @@ def own_loss(output: Any) -> Any:
             "pair, or an output with .loss; Hugging Face models do so when the batch has 'labels')."
         )
     return found
+
+
+def _with_parts_logged(parts: Mapping[str, Any], items: int) -> Any:
+    """The ``loss`` among the parts that a loss function returned; the others are logged."""
+    if "loss" not in parts:
+        raise LossError(
+            f"the loss is a dict of {', '.join(map(str, parts)) or 'nothing'}, without 'loss'. "
+            "Return the value to train under 'loss'; the other parts are reported beside it."
+        )
+    trained = parts["loss"]
+    is_pair = isinstance(trained, tuple) and len(trained) == 2
+    over = trained[1] if is_pair else items
+    for name, value in parts.items():
+        if name == "loss":
+            continue
+        if isinstance(value, tuple) and len(value) == 2:
+            total, count = value
+            log(str(name), total / _at_least_one(count), count=count)
+        else:
+            log(str(name), value, count=over)
+    return trained
+
+
+def _at_least_one(count: Any) -> Any:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 class _SumAndCount(nn.Module):

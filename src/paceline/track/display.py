@@ -22,11 +22,12 @@ class StepView:
     time: float
     epoch: str = ""
     lr: str = ""
+    logged: str = ""
 
     @property
     def status(self) -> str:
         """Loss, speed and time left in one string."""
-        parts = [f"loss {self.loss}", self.speed]
+        parts = [f"loss {self.loss}", *([self.logged] if self.logged else []), self.speed]
         return ", ".join([*parts, f"ETA {self.left}"] if self.left else parts)
 
 

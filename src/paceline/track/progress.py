@@ -20,11 +20,12 @@ from paceline.events import (
     RunStarted,
     StepDone,
 )
-from paceline.events.wording import line_of, phase_text, warns
+from paceline.events.wording import line_of, metrics_text, phase_text, warns
 from paceline.formatting import clock, number, samples_per_second
 from paceline.track.display import Display, Lines, PhaseView, StepView
 from paceline.track.pace import Pace
 
+_LOGGED_SHOWN = 3  # the bar has one line; events and trackers have all
 _ENDS_A_PHASE = (
     StepDone,
     EvalDone,
@@ -108,6 +109,7 @@ class Progress:
             time=event.time,
             epoch=self._epoch(event),
             lr=f"{event.lr:.3g}",
+            logged=metrics_text(dict(list(event.logged.items())[:_LOGGED_SHOWN])),
         )
 
     def _epoch(self, event: StepDone) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.saveable import Stateful
@@ -17,6 +17,7 @@ from paceline.engine.arguments import OptimizerFactory
 from paceline.engine.loss import LossFunction
 from paceline.errors import TrainingError
 from paceline.layout.batch import BatchSizes
+from paceline.log_values import Reduce
 from paceline.options import (
     Checkpointing,
     DataOptions,
@@ -143,6 +144,20 @@ class TrainerBase:
         if self._brought is not None:
             return int(self._brought["step"])
         return 0 if self._engine is None else self._engine.steps_done
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        count: int | Tensor | None = None,
+        reduce: Reduce = "mean",
+    ) -> None:
+        """Log a number from a callback, on every rank; it belongs to the step done last.
+
+        Inside a model or a loss it is ``paceline.log``.
+        """
+        self.engine.log(name, value, count=count, reduce=reduce)
 
     def stop(self, reason: str = "") -> None:
         """Ask, from a callback on any rank, that the run ends after the current step.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.data import Loader
 from paceline.engine import Engine
+from paceline.engine.internals import internals_of
 from paceline.engine.loss import target_of
 from paceline.errors import DataError, TrainingError
 from paceline.world import collectives, rng_state, set_rng_state
@@ -57,6 +58,8 @@ def evaluate(
 
     run_pass(engine, loader, visit, batches=batches, between=between)
     values, samples = tally.reduce(engine)
+    logged = internals_of(engine).context.microbatches.logs.evaluated()
+    values |= {name: one.value for name, one in logged.items() if name not in values}
     if samples == 0:
         raise DataError("the validation data gave no samples.")
     return values, samples, time.perf_counter() - started

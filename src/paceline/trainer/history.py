@@ -16,6 +16,7 @@ from paceline.events import (
     EvalDone,
     Event,
     HangFound,
+    Logged,
     Restarting,
     RunFinished,
     RunStarted,
@@ -40,6 +41,8 @@ class History:
     steps: list[StepDone] = field(default_factory=list)
     evals: list[EvalDone] = field(default_factory=list)
     epochs: list[EpochDone] = field(default_factory=list)
+    from_callbacks: list[Logged] = field(default_factory=list)
+    """What callbacks have logged."""
     splits: list[StepSplit] = field(default_factory=list)
     """Where the time of the steps went, by rank."""
     wire: list[WireUsed] = field(default_factory=list)
@@ -71,6 +74,8 @@ class History:
             # After a resume the run has gone back: what came later did not happen.
             self._rewind(event.step)
             self.steps.append(event)
+        elif isinstance(event, Logged):
+            self.from_callbacks.append(event)
         elif isinstance(event, EvalDone):
             self.evals = [e for e in self.evals if e.step != event.step]
             self.evals.append(event)
@@ -100,11 +105,22 @@ class History:
             self.steps = [s for s in self.steps if s.step < step]
             self.evals = [e for e in self.evals if e.step < step]
             self.epochs = [e for e in self.epochs if e.step < step]
+            self.from_callbacks = [e for e in self.from_callbacks if e.step < step]
 
     @property
     def losses(self) -> list[float]:
         """The training loss of every step."""
         return [record.loss for record in self.steps]
+
+    def logged(self, name: str) -> list[float]:
+        """What was logged under ``name``, step by step; see ``paceline.log``."""
+        by_step = {record.step: record.values[name] for record in self._from_callbacks_of(name)}
+        by_step |= {r.step: r.logged[name] for r in self.steps if name in r.logged}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def _from_callbacks_of(self, name: str) -> list[Logged]:
+        """The values of ``name`` that callbacks have logged, with their steps."""
+        return [record for record in self.from_callbacks if name in record.values]
 
     def metric(self, name: str = "loss") -> list[float]:
         """A validation metric, evaluation by evaluation."""

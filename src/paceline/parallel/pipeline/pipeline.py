@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import paceline.parallel.pipeline.tied_weights as tied
 from paceline.layout.pipeline_schedules import check_schedule
+from paceline.log_values import LogSink
 from paceline.options import Pipelining
 from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline.activations import wire_spec
@@ -86,6 +87,7 @@ class Pipeline:
         self._shapes: dict[Any, ShapeRun] = {}
         self._schedules: dict[int, tuple[Any, list[Stage]]] = {}
         self._ties_checked = False
+        self._sink: LogSink | None = None
 
     @property
     def stages(self) -> list[StageModule]:
@@ -108,6 +110,10 @@ class Pipeline:
     def follow_draws(self, randomness: ForwardRandomness) -> None:
         """Let ``randomness`` know which microbatch a stage runs, and which calls others run."""
         self._step.randomness = self._skeleton.randomness = randomness
+
+    def log_to(self, sink: LogSink) -> None:
+        """What the model logs in steps and evaluations goes to ``sink``."""
+        self._sink = sink
 
     def minimum(self, at_least: int = 1) -> int:
         """The fewest microbatches, from ``at_least`` up, that the schedule can run."""
@@ -231,6 +237,7 @@ class Pipeline:
         self._step.terms = []
         self._step.failure = None
         self._step.keep_output = False
+        self._step.sink = self._sink if purpose is None else None
         for work in self._work:
             work.start()
 
