@@ -71,7 +71,6 @@ def closed() -> Iterator[Recording | None]:
         _current.reset(token)
 
 
-@torch.compiler.disable
 def log(
     name: str, value: Any, *, count: int | torch.Tensor | None = None, reduce: Reduce = "mean"
 ) -> None:

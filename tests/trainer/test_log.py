@@ -103,9 +103,7 @@ def by_hand() -> list[dict[str, float]]:
     return seen
 
 
-@pytest.mark.parametrize(
-    "layout", ["dp=1", "dp=2", "dp=3", "dp=2,zero=3", "tp=2", "pp=2", "dp=2,tp=2"]
-)
+@pytest.mark.parametrize("layout", ["dp=1", "dp=3", "dp=2,zero=3", "tp=2", "pp=2"])
 def test_the_same_numbers_on_every_layout(layout: str, rank_pool: RankPool, tmp_path: Path) -> None:
     size = paceline.Layout.smallest(layout).world_size
     # A sum over microbatches is the number of samples however they are cut.

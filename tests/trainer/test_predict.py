@@ -91,7 +91,7 @@ def predict_every_way(folder: Path, layout: str) -> dict[str, Any]:
     return found
 
 
-LAYOUTS = ["dp=1", "dp=2", "dp=3", "dp=2,zero=3", "tp=2", "pp=2", "dp=2,tp=2", "tp=2,pp=2"]
+LAYOUTS = ["dp=1", "dp=2", "dp=3", "dp=2,zero=3", "tp=2", "pp=2", "tp=2,pp=2"]
 
 
 @pytest.fixture(scope="module")
