@@ -159,6 +159,24 @@ def random_state_round_trip() -> str:
     return "the CUDA stream comes back bitwise-identical"
 
 
+def kernels_draw_what_torch_draws() -> str:
+    """The numbers of ``randomness: layout-free`` and dropout by them, to the bit."""
+    from paceline.randomness.counter import Numbers
+
+    draw = torch.Generator().manual_seed(0)
+    keys = torch.randint(-(2**31), 2**31, (2, 5), generator=draw).to(torch.int32)
+    on_cpu = Numbers(*keys, torch.arange(250_001, dtype=torch.int32))
+    on_gpu = Numbers(*keys.cuda(), on_cpu.positions.cuda())
+    assert torch.equal(on_gpu.words().cpu(), on_cpu.words())
+    keep = on_cpu.keep(0.1).cuda()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        given = torch.randn(keep.shape, device="cuda").to(dtype)
+        found = on_gpu.dropped(given, 0.1, 1 / 0.9)
+        assert found is not None, f"no kernel for {dtype}"
+        assert torch.equal(found, (given * keep).mul_(1 / 0.9)), dtype
+    return "the same words on CPU and GPU, the same dropout in three precisions"
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "local steps, averaged": lambda: local_steps(1e-10, every=2, method="average"),
     "local steps, diloco in fragments beside steps": lambda: local_steps(
@@ -194,6 +212,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "NaN is named": nan_is_named,
     "the loader pins memory": loader_pins_memory,
     "random state": random_state_round_trip,
+    "random numbers by kernel": kernels_draw_what_torch_draws,
 }
 
 

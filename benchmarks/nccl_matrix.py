@@ -3,6 +3,7 @@
     python benchmarks/nccl_matrix.py layouts [--columns GPT] [--rows 'tp=2*'] [--precision bf16]
     python benchmarks/nccl_matrix.py features
     python benchmarks/nccl_matrix.py faults [--faults 20]
+    python benchmarks/nccl_matrix.py worlds             # that shrink and grow
     python benchmarks/nccl_matrix.py table              # what is there, as tables for the docs
 
 NCCL refuses two ranks of one host on one device; ``share_gpu`` lets each pass for a host of its
@@ -32,10 +33,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nccl import faults, features
+from nccl import faults, features, rescaling
 from nccl.proving import ProverInOneWorld
 from nccl.worlds import Task, run_all
-from parity.columns import COLUMNS, subject
+from parity.columns import COLUMNS, SPECIAL, subject
 from parity.rows import GLOBAL_BATCH, Row, all_rows
 
 from paceline.config.devices import count_gpus
@@ -63,19 +64,21 @@ def main() -> int:
         results = json.loads(options.out.read_text())
     run = Run(options, gpus, results)
     with _mps() if options.mps else contextlib.nullcontext():
-        {"layouts": run.layouts, "features": run.features, "faults": run.faults}.get(
-            options.part, lambda: None
-        )()
+        parts = {"layouts": run.layouts, "features": run.features}
+        parts.update(faults=run.faults, worlds=run.worlds, table=lambda: None)
+        parts[options.part]()
     print(table(results))
     return int(any(cell["outcome"] not in ("same", "refused", "ok") for cell in results.values()))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("part", choices=("layouts", "features", "faults", "table"))
+    parser.add_argument("part", choices=("layouts", "features", "faults", "worlds", "table"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", default="*", help="pattern on titles, like 'tp=2*'")
-    parser.add_argument("--columns", default="GPT", help="models of docs/parity.md, by name")
+    parser.add_argument(
+        "--columns", default="GPT", help="models of docs/parity.md and harder ones, by name"
+    )
     parser.add_argument("--precision", default="fp64", help="of the layouts")
     parser.add_argument("--compile", action="store_true", help="compile the layouts' models")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps to compare")
@@ -86,8 +89,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="forget the results that are there")
     parser.add_argument("--mps", action="store_true", help="start NVIDIA's MPS")
     options = parser.parse_args()
-    if unknown := set(options.columns.split(",")) - set(COLUMNS):
-        parser.error(f"--columns {', '.join(sorted(unknown))}: not among {', '.join(COLUMNS)}")
+    if unknown := set(options.columns.split(",")) - {*COLUMNS, *SPECIAL}:
+        known = ", ".join([*COLUMNS, *SPECIAL])
+        parser.error(f"--columns {', '.join(sorted(unknown))}: not among {known}")
     return options
 
 
@@ -192,7 +196,10 @@ class Run:
     def _expected(
         self, wanted: dict[str, features.Feature], pool: RankPool
     ) -> dict[str, list[float]]:
-        """On the CPU: what one process computes, or the same layout over Gloo."""
+        """On the CPU: what one process computes, or the same layout over Gloo.
+
+        A model that comes without weights draws them where it is trained: its reference does too.
+        """
         found: dict[str, list[float]] = {}
 
         def done(name: str, results: list[Any] | RankFailed, seconds: float) -> None:
@@ -207,8 +214,14 @@ class Run:
             else Task(1, features.train, (feature, "dp=1"))
             for name, feature in wanted.items()
         }
-        with tempfile.TemporaryDirectory(prefix="paceline-nccl-") as files:
-            run_all(tasks, pool, Path(files), done=done, **{**self.limits, "device": "cpu"})
+        for device in dict.fromkeys(("cpu", self.options.device)):
+            chosen = {
+                name: task
+                for name, task in tasks.items()
+                if device == ("cpu" if wanted[name].model != "meta" else self.options.device)
+            }
+            with tempfile.TemporaryDirectory(prefix="paceline-nccl-") as files:
+                run_all(chosen, pool, Path(files), done=done, **{**self.limits, "device": device})
         return found
 
     def _judge(
@@ -240,6 +253,11 @@ class Run:
         for name, cell in faults.disturb(
             self.options.faults, self.options.device, self.options.budget
         ):
+            self.keep(name, **cell)
+
+    def worlds(self) -> None:
+        """A world that loses a machine and gets it back."""
+        for name, cell in rescaling.rescale(self.options.device, self.options.budget):
             self.keep(name, **cell)
 
 

@@ -1,4 +1,7 @@
-"""Faults on ranks that share a GPU: is each named, survived, and the end state as undisturbed?"""
+"""Faults on ranks that share a GPU: is each named, survived, and the end state as undisturbed?
+
+Each layout has a run of its own, with its share of the faults; the runs go on beside each other.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from paceline.testing.processes import pids, was_started_with
 BENCHMARKS = Path(__file__).parents[1]
 TAG = "PACELINE_BENCH_RUN"
 RANKS = 2
+LAYOUTS = ("dp=2,zero=3", "dp=2", "pp=2")
 GAP = 4  # steps from fault to fault
 _HANGS = ("stop", "loop")
 _WORDS = {
@@ -34,29 +39,55 @@ _WORDS = {
 
 
 def disturb(count: int, device: str, budget: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each fault with what came of it, and in the end the run as a whole."""
-    plan = [
-        {
-            "kind": KINDS[n % len(KINDS)],
-            "rank": (n // len(KINDS) + n) % RANKS,
-            "step": GAP * (n + 1),
-        }
-        for n in range(count)
+    """Each fault with what came of it, and at the end of each layout its run as a whole."""
+    faults = [
+        {"kind": KINDS[n % len(KINDS)], "rank": (n // len(KINDS) + n) % RANKS} for n in range(count)
     ]
-    steps = GAP * (count + 1)
     deadline = time.monotonic() + budget
-    with tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder:
-        base = _train(Path(folder) / "undisturbed", [], steps, device, deadline)
-        yield "faults: undisturbed", _cell(base, "ok" if base["status"] == 0 else "failed")
-        if base["status"] != 0:
-            return
-        other = _train(Path(folder) / "disturbed", plan, steps, device, deadline)
-        yield from _judged(plan, other)
-        yield "faults: the end state", _end_state(base, other)
+    held = _gpu_memory() if device == "cuda" else 0
+    shares = [faults[n :: len(LAYOUTS)] for n in range(len(LAYOUTS))]
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder,
+        ThreadPoolExecutor(len(LAYOUTS)) as runs,
+    ):
+        for cells in runs.map(
+            lambda layout, share: _disturb(Path(folder), layout, share, device, deadline),
+            *(LAYOUTS, shares),
+        ):
+            yield from cells
+    more = (_gpu_memory() if device == "cuda" else 0) - held
+    words = f"{more / 2**20:.0f} MiB more of the GPU are in use than before"
+    outcome = "failed" if more > 2**26 else "ok"
+    yield (
+        "faults: GPU memory afterwards",
+        {"outcome": outcome, "difference": 0.0, "words": words, "seconds": 0.0},
+    )
+
+
+def _disturb(
+    folder: Path, layout: str, faults: list[dict[str, Any]], device: str, deadline: float
+) -> list[tuple[str, dict[str, Any]]]:
+    """A run of one layout without faults and one with them: what came of each fault, and of all."""
+    plan = [{**fault, "step": GAP * (n + 1)} for n, fault in enumerate(faults)]
+    steps = GAP * (len(plan) + 1)
+    place = folder / layout
+    place.mkdir()
+    base = _train(place / "undisturbed", layout, [], steps, device, deadline)
+    cells = [(f"faults, {layout}: none", _cell(base, "ok" if base["status"] == 0 else "failed"))]
+    if base["status"] == 0 and plan:
+        other = _train(place / "disturbed", layout, plan, steps, device, deadline)
+        cells += _judged(layout, plan, other)
+        cells += [(f"faults, {layout}: the end state", _end_state(base, other))]
+    return cells
 
 
 def _train(
-    folder: Path, plan: list[dict[str, Any]], steps: int, device: str, deadline: float
+    folder: Path,
+    layout: str,
+    plan: list[dict[str, Any]],
+    steps: int,
+    device: str,
+    deadline: float,
 ) -> dict[str, Any]:
     """Run ``paceline train`` to its end; where it is, and how it ended."""
     folder.mkdir()
@@ -66,7 +97,7 @@ def _train(
         "loss": {"target": "torch.nn:CrossEntropyLoss"},
         "optimizer": {"name": "nccl.faulty:FaultyAdamW", "lr": 1e-3},
         "schedule": {"name": "constant", "warmup_steps": 0},
-        "layout": f"dp={RANKS},zero=3",
+        "layout": layout,
         "batch": {"global_batch": 16},
         "train": {"steps": steps, "clip_norm": 1.0},
         "checkpoint": {"every": GAP * 2, "memory_every": 1},
@@ -76,12 +107,12 @@ def _train(
             "max_restarts": len(plan) + 5,
             "backoff": 0.0,
         },
-        "hangs": {"after": 4.0},
+        "hangs": {"after": 6.0},
         "track": {"progress": False},
     }
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
-    tag = f"{os.getpid()}-{folder.name}"
+    tag = f"{os.getpid()}-{layout}-{folder.name}"
     path = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, PLAN: json.dumps(plan), TAG: tag, "PYTHONPATH": path}
     run_dir, log = folder / "run", folder / "launcher.log"
@@ -106,12 +137,11 @@ def _train(
         "run": run_dir,
         "said": log.read_text(errors="replace")[-4000:],
         "left": [pid for pid in pids() if was_started_with(pid, TAG, tag)],
-        "memory": _gpu_memory() if device == "cuda" else 0,
     }
 
 
 def _judged(
-    plan: list[dict[str, Any]], run: dict[str, Any]
+    layout: str, plan: list[dict[str, Any]], run: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each fault beside what the run says of it, start by start."""
     starts: list[list[Any]] = [[]]
@@ -120,7 +150,7 @@ def _judged(
         if isinstance(event, Restarting):
             starts.append([])
     for number, fault in enumerate(plan):
-        name = f"faults: {number + 1}, {fault['kind']} on rank {fault['rank']}"
+        name = f"faults, {layout}: {number + 1}, {fault['kind']} on rank {fault['rank']}"
         events = starts[number] if number < len(starts) else []
         said = [e for e in events if isinstance(e, RankLost | HangFound)]
         lost = next((e for e in said if isinstance(e, RankLost)), None)
@@ -155,8 +185,6 @@ def _end_state(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     problems = [f"{len(found.tensors)} tensors differ"] if found.tensors else []
     problems += [f"steps {a.step} and {b.step}"] if a.step != b.step else []
     problems += [f"processes {other['left']} are left"] if other["left"] else []
-    more = other["memory"] - base["memory"]
-    problems += [f"{more / 2**20:.0f} MiB more of the GPU are in use"] if more > 2**26 else []
     return {**_cell(other, "failed" if problems else "ok"), "words": "; ".join(problems)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils.data import Dataset
 
 PLAN = "PACELINE_BENCH_FAULTS"
 """In the environment: the faults, in their order, as JSON. One happens in each start of the run."""
+SLOW = "PACELINE_BENCH_SLOW"
+"""In the environment: while this file exists, reading a sample takes a while."""
 KINDS = ("kill", "stop", "loop", "out of memory", "raise", "exit")
 FEATURES = 64
 
@@ -30,6 +33,8 @@ class Vectors(Dataset[tuple[Tensor, Tensor]]):
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if os.path.exists(os.environ.get(SLOW, "")):
+            time.sleep(0.02)
         return self.inputs[index], self.targets[index]
 
 

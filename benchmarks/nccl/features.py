@@ -70,10 +70,33 @@ class PartlyFrozen(nn.Module):
         return self.head(x)
 
 
+class DrawingConvNet(nn.Module):
+    """Convolutions with dropped channels, stochastic depth, noise and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 8, 3, padding=1)
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+        self.channels, self.dropout = nn.Dropout2d(0.1), nn.Dropout(0.1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.view(-1, 2, 4, 4))
+        for layer in self.layers:
+            kept = torch.rand(len(x), 1, 1, 1, device=x.device) > 0.1
+            x = x + kept * self.channels(torch.tanh(layer(x)))
+        x = x + 0.1 * torch.randn_like(x)
+        return self.head(self.dropout(x.mean(dim=(2, 3))))
+
+
 def _build(kind: str) -> tuple[nn.Module, Any]:
     if kind == "partly frozen":
         return PartlyFrozen(), F.cross_entropy
+    if kind == "convnet that draws":
+        return DrawingConvNet(), F.cross_entropy
     model = {"vocab_size": 64, "context": 16, "layers": 4, "heads": 4, "width": 32}
+    if kind == "dropout":
+        return GPT(**model, dropout=0.1), token_cross_entropy
     if kind == "meta":
         with torch.device("meta"):
             return GPT(**model), token_cross_entropy
@@ -83,7 +106,7 @@ def _build(kind: str) -> tuple[nn.Module, Any]:
 def _batches(feature: Feature) -> list[Any]:
     draw = torch.Generator().manual_seed(0)
     size = feature.samples
-    if feature.model != "partly frozen":
+    if feature.model not in ("partly frozen", "convnet that draws"):
         tokens = [torch.randint(0, 64, (size, 17), generator=draw) for _ in range(STEPS)]
         return [(t[:, :-1], t[:, 1:]) for t in tokens]
     dtype = torch.float64 if feature.precision == "fp64" else torch.float32
@@ -162,6 +185,15 @@ FEATURES = [
     Feature("dp=2,zero=3", "meta"),
     Feature("dp=2,zero=3,tp=2", "meta"),
     Feature("pp=2", "meta"),
+    # Draws in the forward pass: those of one process, which is on the CPU.
+    *(
+        Feature(layout, "dropout")
+        for layout in ("dp=2", "dp=2,zero=3", "tp=2", "pp=2", "dp=2,tp=2")
+    ),
+    Feature("dp=2,zero=3", "dropout", options={"checkpoint_activations": "full"}),
+    Feature("tp=2,pp=2", "dropout", options={"checkpoint_activations": "full"}),
+    Feature("dp=3", "convnet that draws"),
+    Feature("dp=2,zero=3", "convnet that draws"),
     Feature("dp=4", options={"reduction": paceline.Reduction(hierarchy="always")}),
     *map(_compressed, ("fp16", "bf16", "int8", "sign", "topk:0.1", "randomk:0.1")),
     _compressed("powersgd:2"),

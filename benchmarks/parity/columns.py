@@ -18,6 +18,9 @@ LENGTH = 8
 SAMPLES = 40
 
 COLUMNS = ("GPT", "MLP", "convnet", "GPT-2", "Llama", "Qwen3", "BERT")
+SPECIAL = ("Llama-2kv", "Gemma-2", "Mixtral", "Encoder")
+"""Hard to split: fewer key/value heads than ranks, tied weights over stages, experts in one tensor,
+``nn.MultiheadAttention``."""
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -49,6 +52,20 @@ class Encodings(Dataset[dict[str, Tensor]]):
         mask[LENGTH - index % 3 :] = 0
         labels = self.labels[index].masked_fill(mask == 0, -100)
         return {"input_ids": self.tokens[index], "attention_mask": mask, "labels": labels}
+
+
+class Encoder(nn.Module):
+    """torch's own transformer, with its dropout."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(tokens)))
 
 
 class Perceptron(nn.Module):
@@ -112,6 +129,16 @@ def hugging_face(name: str, blocks: int) -> nn.Module:
     if name == "Llama":
         shared["num_attention_heads"] = 8
         return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=4, **shared))
+    if name == "Llama-2kv":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=2, **shared))
+    if name == "Gemma-2":
+        return hf.Gemma2ForCausalLM(
+            hf.Gemma2Config(num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, **shared)
+        )
+    if name == "Mixtral":
+        return hf.MixtralForCausalLM(
+            hf.MixtralConfig(num_key_value_heads=4, num_local_experts=4, **shared)
+        )
     if name == "Qwen2":
         return hf.Qwen2ForCausalLM(
             hf.Qwen2Config(num_key_value_heads=4, tie_word_embeddings=True, **shared)
@@ -125,6 +152,9 @@ def subject(name: str, blocks: int) -> dict[str, Any]:
         model: Any = functools.partial(
             GPT, VOCABULARY, context=LENGTH, layers=blocks, heads=4, width=32
         )
+        return dict(model=model, loss=token_cross_entropy, data=text(), optimizer=adamw)
+    if name == "Encoder":
+        model = functools.partial(Encoder, blocks)
         return dict(model=model, loss=token_cross_entropy, data=text(), optimizer=adamw)
     if name == "MLP":
         model = functools.partial(Perceptron, 8, 16, 4, blocks)

@@ -105,7 +105,7 @@ def message(pg: int, number: int, name: str, state: str = "scheduled") -> dict[s
         "process_group": (f"group {pg}", ""),
         "state": state,
         "retired": state == "completed",
-        "is_p2p": True,
+        "is_p2p": "->" in name or "<-" in name,
     }
 
 
@@ -133,6 +133,8 @@ def message(pg: int, number: int, name: str, state: str = "scheduled") -> dict[s
             "recv",
         ),
         ([message(1, 1, "send 0->1"), message(1, 1, "coalesced")], "send"),
+        # What else a group does carries the number of its last message.
+        ([message(1, 1, "recv 0<-1"), message(1, 1, "all_reduce", "completed")], "recv"),
     ],
 )
 def test_messages_of_nccl_that_are_under_way(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -54,6 +55,7 @@ def test_lambdas_closures_and_classes_of_the_test_travel_by_value(ranks):
     captured = Point(5)
     assert ranks(lambda: World.current().rank) == [0, 1]
     assert ranks(lambda: helper(captured.x)) == [15, 15]
+    assert ranks(functools.partial(helper, captured.x)) == [15, 15]
     points = ranks(lambda p: Point(p.x + 1), captured)
     assert [type(point) for point in points] == [Point, Point]  # the very class, not a twin
     assert [point.x for point in points] == [6, 6]
@@ -241,6 +243,17 @@ def test_processes_left_behind_fail_the_job_and_are_ended(ranks):
     with pytest.raises(RankFailed, match=r"rank 1 of 2 left behind process \d+ \(sleep 600\)"):
         ranks(job)
     assert ranks(lambda: World.current().rank) == [0, 1]
+
+
+@pytest.mark.world(1)
+def test_the_helpers_of_torch_compile_may_stay(ranks):
+    """They end with the rank; here one that looks like them, as they come with a GPU only."""
+
+    def job():
+        name = "torch/_inductor/compile_worker/__main__.py"
+        globals()["keep"] = subprocess.Popen(["sh", "-c", "sleep 5; true", name])
+
+    ranks(job)
 
 
 @pytest.mark.world(2)

@@ -9,7 +9,9 @@ CPU, on a GPU and in code that ``torch.compile`` makes of it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +33,7 @@ def signed(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-_M1, _M2, _M3 = signed(0xED5AD4BB), signed(0xAC4C1B51), signed(0x31848BAB)
+MULTIPLIERS = _M1, _M2, _M3 = signed(0xED5AD4BB), signed(0xAC4C1B51), signed(0x31848BAB)
 
 
 def words(count: int, *about: Any) -> tuple[int, ...]:
@@ -72,8 +74,18 @@ class Numbers:
 
     def keep(self, rate: float) -> Tensor:
         """True with a probability of ``1 - rate``."""
-        threshold = round(rate * (1 << 32)) - (1 << 31)
-        return self._each(torch.bool, lambda z: z >= threshold)
+        return self._each(torch.bool, lambda z: z >= _threshold(rate))
+
+    def dropped(self, given: Tensor, rate: float, scale: float) -> Tensor | None:
+        """``given`` with what is not kept set to zero, scaled, where a GPU can do it at once."""
+        if not has_kernels(given.device) or not given.is_contiguous():
+            return None
+        from paceline.randomness import gpu_kernels
+
+        if given.dtype not in gpu_kernels.DTYPES or given.numel() == 0:
+            return None
+        about = self.first, self.second, self.positions
+        return gpu_kernels.dropped(given, *about, _threshold(rate), scale)
 
     def words(self, number: int = 0) -> Tensor:
         """All 32 bits of each number, as int32; ``number`` 1 gives a second word."""
@@ -108,6 +120,10 @@ class Numbers:
     ) -> Tensor:
         rows, columns = self.first.shape[0], self.positions.shape[0]
         second = self.second ^ _SECOND_WORD if word else self.second
+        if rows * columns > 0 and has_kernels(self.first.device):
+            from paceline.randomness import gpu_kernels
+
+            return finish(gpu_kernels.hashed_at(self.first, second, self.positions))
         whole = rows * columns <= _CHUNK or self.first.device.type != "cpu"
         if torch.compiler.is_compiling() or whole:
             return finish(_hashed_at(self.first, second, self.positions))
@@ -120,6 +136,21 @@ class Numbers:
                 bits = _hashed_at(first, last, positions)
                 out[row : row + height, column : column + _CHUNK] = finish(bits)
         return out
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether numbers are computed by kernels of our own there; compiled code fuses by itself."""
+    return device.type == "cuda" and not torch.compiler.is_compiling() and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _threshold(rate: float) -> int:
+    """The number from which on, as an int32, a hash counts as kept."""
+    return round(rate * (1 << 32)) - (1 << 31)
 
 
 def _hashed_at(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:

@@ -102,6 +102,10 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, drawn: DrawnNumbers, rate: float, scale: float) -> Tensor:
         ctx.about = drawn, rate, scale
+        if not drawn.dim and drawn.shape == given.shape and type(given) is Tensor:
+            at_once = drawn.numbers.dropped(given, rate, scale)
+            if at_once is not None:
+                return at_once
         return (given * drawn.of(lambda numbers: numbers.keep(rate))).mul_(scale)
 
     @staticmethod

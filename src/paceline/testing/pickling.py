@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ def pickle_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> byt
 def _local_modules(function: Callable[..., Any]) -> list[ModuleType]:
     """The loaded modules that a rank cannot import under their name."""
     names = {name for name in list(sys.modules) if _is_test_module(name)}
+    while isinstance(function, functools.partial):
+        function = function.func
     own = getattr(function, "__module__", None)
     if own in sys.modules and "." not in own and not _is_package_or_builtin(sys.modules[own]):
         names.add(own)  # a lone file: a script, or a test under an unusual name
@@ -49,6 +52,8 @@ def _is_test_module(name: str) -> bool:
 
 def _is_package_or_builtin(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
+    if module.__name__ in sys.stdlib_module_names:
+        return True
     return hasattr(module, "__path__") or file is None or "site-packages" in file
 
 

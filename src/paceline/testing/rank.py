@@ -180,9 +180,17 @@ def _clean_up(snapshot: ProcessSnapshot) -> tuple[list[str], bool]:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # the GPU is not this rank's alone
     deadline = time.monotonic() + _SECONDS_FOR_CHILDREN_TO_END
-    while children() and time.monotonic() < deadline:
+    while _own_children() and time.monotonic() < deadline:
         time.sleep(0.01)
-    processes = [f"process {pid} ({name})" for pid, name in children().items()]
+    processes = [f"process {pid} ({name})" for pid, name in _own_children().items()]
     # A thread that goes on may be a library's helper: no fault, but nobody knows what it will do.
     _traces.update(snapshot.new_threads())
     return processes, not processes and not _traces
+
+
+def _own_children() -> dict[int, str]:
+    """The processes that the job started; torch.compile's helpers stay, and end with the rank."""
+    return {pid: name for pid, name in children().items() if _COMPILE_WORKER not in name}
+
+
+_COMPILE_WORKER = "torch/_inductor/compile_worker"

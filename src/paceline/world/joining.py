@@ -145,8 +145,9 @@ def join(
                 rank=env.rank,
                 world_size=env.size,
                 timeout=timeout,
-                device_id=device if backend == "nccl" else None,
             )
+        if backend == "nccl":
+            _connect_gpus(device)
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {env.rank} of {env.size} met the others at {env.address}:{env.port} "
@@ -163,6 +164,16 @@ def join(
             f"not all others are after {timeout.total_seconds():g} s: look for their errors."
         ) from error
     return store
+
+
+def _connect_gpus(device: torch.device) -> None:
+    """Make NCCL's communicator now, so that what keeps GPUs apart is found while ranks join.
+
+    ``device_id`` of ``init_process_group`` would do the same, but then meshes split that
+    communicator, and a split now and then ends the process (seen with torch 2.11, NCCL 2.28).
+    """
+    dist.all_reduce(torch.zeros(1, device=device))
+    torch.cuda.synchronize(device)
 
 
 def record_collectives(env: Environment | None) -> None:

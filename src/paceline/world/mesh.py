@@ -29,5 +29,4 @@ def group_of_one(device: torch.device) -> None:
         store=HashStore(),
         rank=0,
         world_size=1,
-        device_id=device if device.type == "cuda" else None,
     )

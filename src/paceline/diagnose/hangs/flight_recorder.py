@@ -116,8 +116,7 @@ def open_message() -> PointToPoint | None:
     NCCL's messages do not make the host wait, so that a stack does not show them.
     """
     for recorder, dump in _recorders():
-        messages = [entry for entry in _entries(recorder, dump) if entry["is_p2p"]]
-        if (found := first_open_message(messages, _ranks_of)) is not None:
+        if (found := first_open_message(_entries(recorder, dump), _ranks_of)) is not None:
             return found
     return None
 
@@ -125,13 +124,14 @@ def open_message() -> PointToPoint | None:
 def first_open_message(
     entries: Iterable[dict[str, Any]], ranks_of: Callable[[str], tuple[int, ...]]
 ) -> PointToPoint | None:
-    """The first of the recorder's messages that is not over, a batch being over as a whole.
+    """The first message among the recorder's entries that is not over.
 
-    Of a batch only the entry that ends it is marked when it is over.
+    A batch is over as a whole: only the entry that ends it is marked, which counts as no message.
     """
     batches: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for entry in entries:
-        batches.setdefault((entry["pg_id"], entry["p2p_seq_id"]), []).append(entry)
+        if entry["is_p2p"] or _backend_and_op(entry)[1] == "coalesced":
+            batches.setdefault((entry["pg_id"], entry["p2p_seq_id"]), []).append(entry)
     for batch in batches.values():
         if any(entry["retired"] or entry["state"] == "completed" for entry in batch):
             continue
