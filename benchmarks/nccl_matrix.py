@@ -4,7 +4,7 @@
     python benchmarks/nccl_matrix.py features
     python benchmarks/nccl_matrix.py faults [--faults 20]
     python benchmarks/nccl_matrix.py worlds             # that shrink and grow
-    python benchmarks/nccl_matrix.py table              # what is there, as tables for the docs
+    python benchmarks/nccl_matrix.py table [--write docs/parity.md]    # what is there, as tables
 
 NCCL refuses two ranks of one host on one device; ``share_gpu`` lets each pass for a host of its
 own: slow, over sockets, but with NCCL's own streams, order and errors. Results are kept in
@@ -37,6 +37,7 @@ from nccl import faults, features, rescaling
 from nccl.proving import ProverInOneWorld
 from nccl.worlds import Task, run_all
 from parity.columns import COLUMNS, SPECIAL, subject
+from parity.page import HEADING, write_nccl_part
 from parity.rows import GLOBAL_BATCH, Row, all_rows
 
 from paceline.config.devices import count_gpus
@@ -67,7 +68,9 @@ def main() -> int:
         parts = {"layouts": run.layouts, "features": run.features}
         parts.update(faults=run.faults, worlds=run.worlds, table=lambda: None)
         parts[options.part]()
-    print(table(results))
+    print(page := document(results))
+    if options.write:
+        write_nccl_part(options.write, page)
     return int(any(cell["outcome"] not in ("same", "refused", "ok") for cell in results.values()))
 
 
@@ -87,6 +90,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=520.0, help="seconds for all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where results are kept")
     parser.add_argument("--fresh", action="store_true", help="forget the results that are there")
+    parser.add_argument("--write", type=Path, help="write the tables into this page")
     parser.add_argument("--mps", action="store_true", help="start NVIDIA's MPS")
     options = parser.parse_args()
     if unknown := set(options.columns.split(",")) - {*COLUMNS, *SPECIAL}:
@@ -280,18 +284,55 @@ def _mps() -> Iterator[None]:
                 del os.environ[name]
 
 
-def table(results: Results) -> str:
-    """Everything found, as Markdown."""
-    lines = ["| over NCCL on one GPU | |", "|---|---|"]
-    for name, cell in results.items():
-        title, _, rest = name.partition(" | ")
-        found = f"{cell['difference']:.0e}" if cell["outcome"] == "same" else cell["outcome"]
-        bold = found if cell["outcome"] in ("same", "refused", "ok") else f"**{found}**"
-        lines.append(f"| `{title}`{f' ({rest})' if rest else ''} | {bold} |")
-    good = sum(cell["outcome"] in ("same", "ok") for cell in results.values())
+def document(results: Results) -> str:
+    """Everything found, as a part of docs/parity.md."""
+    faults = {name: cell for name, cell in results.items() if name.startswith("faults")}
+    proofs = {n: c for n, c in results.items() if " | " in n}
+    rest = {n: c for n, c in results.items() if n not in proofs and n not in faults}
+    good = sum(cell["outcome"] in GOOD for cell in results.values())
     refused = sum(cell["outcome"] == "refused" for cell in results.values())
-    lines += ["", f"{good} of {len(results) - refused} right, {refused} refused."]
+    lines = [
+        HEADING,
+        "",
+        "The same on ranks that share one GPU, over real NCCL (`benchmarks/nccl_matrix.py`; "
+        "[how that works](guides/gpus.md#ranks-that-share-a-gpu)). Two AdamW steps in float64, "
+        "unless a row says otherwise; the bound is that of the CPU or, in a lower precision, what "
+        "one process shows against itself. "
+        f"{good} of {len(results) - refused} right, {refused} refused.",
+    ]
+    if proofs:
+        lines += ["", "| layout | model | largest difference |", "|---|---|---|"]
+        for name, cell in proofs.items():
+            layout, _, model = name.partition(" | ")
+            lines.append(f"| `{layout}` | {model.replace(' | ', ', ')} | {_told(cell)} |")
+    if rest:
+        lines += [
+            *("", "Options and models that the rows above do not have, four steps each; what"),
+            "loses something on the wire is beside the same on CPU ranks, else beside one process:",
+            *("", "| | largest difference |", "|---|---|"),
+            *(f"| `{name}` | {_told(cell)} |" for name, cell in rest.items()),
+        ]
+    if faults:
+        lines += [
+            "",
+            "Faults in runs that go on after them. `ok`: rank and cause were named, and the run "
+            "went on; in the end, that every tensor of the last checkpoint is that of a run "
+            "without faults, to the bit, and no process is left. **survived**: named wrongly.",
+            *("", "| | |", "|---|---|"),
+        ]
+        lines += [
+            f"| {name.partition(', ')[2] or name} | {_told(c)} |" for name, c in faults.items()
+        ]
     return "\n".join(lines)
+
+
+GOOD = ("same", "ok")
+
+
+def _told(cell: dict[str, Any]) -> str:
+    if cell["outcome"] == "same":
+        return f"{cell['difference']:.0e}"
+    return cell["outcome"] if cell["outcome"] in ("ok", "refused") else f"**{cell['outcome']}**"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from parity.columns import COLUMNS, subject
+from parity.page import write_cpu_part
 from parity.pairs import random_pair
 from parity.rows import GLOBAL_BATCH, Row, all_rows, alone, compositions
 
@@ -69,7 +70,7 @@ def main() -> None:
         if arguments.random:
             run_pairs(arguments.first, arguments.random, cells, pool)
     if arguments.write:
-        arguments.write.write_text(document(cells), encoding="utf-8")
+        write_cpu_part(arguments.write, document(cells))
         print(f"wrote {arguments.write}")
     sys.exit(1 if any(is_wrong(cell) for cell in cells.values()) else 0)
 
@@ -166,10 +167,10 @@ def document(cells: Cells) -> str:
     lines = [
         "# Parity",
         "",
-        "`python benchmarks/parity_matrix.py --write docs/parity.md` wrote this page. Each cell is "
-        "a proof by [`paceline verify`](guides/verify.md): a layout on local CPU ranks beside one "
-        f"process, three AdamW steps of {GLOBAL_BATCH} samples in float64 with accumulation and "
-        "clipping. The number is the largest relative difference of any loss, gradient, norm, "
+        "`python benchmarks/parity_matrix.py --write docs/parity.md` wrote these tables. Each cell "
+        "is a proof by [`paceline verify`](guides/verify.md): a layout on local CPU ranks beside "
+        f"one process, three AdamW steps of {GLOBAL_BATCH} samples in float64 with accumulation "
+        "and clipping. The number is the largest relative difference of any loss, gradient, norm, "
         f"parameter or buffer; the bound is {BOUND:.0e}. GPT and MLP are Paceline's own, the "
         "convnet has synchronised batch norms; the others are unmodified Hugging Face models with "
         "random weights. The models have two blocks, or as many as the pipeline has stages.",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import warm
 from paceline.testing import RankPool, leaks
@@ -43,6 +45,21 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(8, int(_WORKERS_PER_CORE * (cores or 1)) or 1)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without garbage collections: they took half of the time.
+
+    What is imported by then lives for ever, so that later ones need not look at it.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that wait run one after the other in one worker, beside those that compute."""
@@ -57,6 +74,16 @@ def _warm_starts() -> Iterator[None]:
         return
     with warm.installed(on_start=leaks.serves_the_session):
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Compute with one thread, as ranks do, here and in what tests start.
+
+    Several would wait for each other, busily, on cores that other tests need.
+    """
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -66,12 +66,7 @@ def test_a_file_outside_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGKILL])
 def test_a_signal_to_another_process_is_seen(tmp_path: Path, number: int) -> None:
-    assert list(outcome_of(lambda box: _kill(2, number), tmp_path)) == ["signalled"]
-
-
-def _kill(pid: int, number: int) -> None:
-    os.kill(pid, number)
-    time.sleep(0.3)  # until it was noted
+    assert list(outcome_of(lambda box: os.kill(2, number), tmp_path)) == ["signalled"]
 
 
 def test_a_case_can_neither_write_on_the_machine_nor_signal_its_processes(tmp_path: Path) -> None:

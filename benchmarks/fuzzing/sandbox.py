@@ -128,20 +128,23 @@ def _first(prepare: Any, folder: Path, box: Path, write: int) -> None:
     try:
         shut_in(folder)
         _note_signals(write)
+        lives, ends = os.pipe()
         canary = os.fork()
         if canary == 0:
+            os.close(ends)
             _note_signals(write)
-            while True:
-                time.sleep(3600)
+            os.read(lives, 1)
+            os._exit(0)
         assert canary == CANARY, canary
         case = os.fork()
         if case == 0:
+            os.close(ends)
             _case(prepare, box, write)
-        ended = 0
-        while ended != case:
-            ended = os.wait()[0]
-            if ended == canary:
-                _tell(write, "signalled", "the other process was ended")
+        os.waitpid(case, 0)
+        os.close(ends)
+        # It ends now, and has noted by then what came to it.
+        if os.waitpid(canary, 0)[1] != 0:
+            _tell(write, "signalled", "the other process was ended")
         os._exit(0)
     except BaseException as error:
         _tell(write, "traceback", _told(error))

@@ -2,8 +2,8 @@
 
 After ``destroy_process_group()`` the reducer of a DDP module is the last to hold the process group
 and ends it while it holds the GIL. It waits for Gloo's threads, one of which may be waiting for the
-GIL to drop the last all-reduce. On a busy machine, one short script in sixteen never ended (torch
-2.13; ``benchmarks/ddp_end.py``). A group that Python is the last to hold is ended without the GIL.
+GIL to drop the last all-reduce. On a busy machine, 5 of 40 short scripts never ended (torch 2.13;
+``benchmarks/ddp_end.py``). A group that Python is the last to hold is ended without the GIL.
 """
 
 from __future__ import annotations

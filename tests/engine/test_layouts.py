@@ -19,9 +19,9 @@ SAMPLES = 13  # shares of it are uneven on any number of ranks
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}  # float64 sums taken in another order, after Adam
 
 
-def make_gpt(layers: int = 2) -> nn.Module:
+def make_gpt(layers: int = 2, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    return GPT(vocab_size=33, context=8, layers=layers, heads=4, width=16)
+    return GPT(vocab_size=33, context=8, layers=layers, heads=4, width=16, dropout=dropout)
 
 
 def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -83,13 +83,17 @@ LAYOUTS = [
 def test_a_layout_trains_and_resumes_like_one_process(ranks: Any, alone: Any, layout: str) -> None:
     """Three steps on the layout, then two more on it from its saved state, which is whole."""
     numbers, last = alone
-    size = Layout.parse(layout).world_size
-    found = ranks(train, layout, 3, None, 4, world_size=size)
-    for results, _ in found:
-        torch.testing.assert_close(results, numbers[:3], **TOLERANCE)
-    state = found[0][1]
-    assert state["model"].keys() == last["model"].keys()
-    for results, resumed in ranks(train, layout, 2, state, 4, world_size=size):
+
+    # In one job: what torch finds out about a layout is then found out once. That a new process
+    # goes on in the same way is tested below, and with checkpoints.
+    def job() -> Any:
+        first, state = train(layout, 3, None, 4)
+        state = paceline.collectives.broadcast_object(state)
+        return first, state["model"].keys(), *train(layout, 2, state, 4)
+
+    for first, names, results, resumed in ranks(job, world_size=Layout.parse(layout).world_size):
+        torch.testing.assert_close(first, numbers[:3], **TOLERANCE)
+        assert names == last["model"].keys()
         torch.testing.assert_close(results, numbers[3:], **TOLERANCE)
         torch.testing.assert_close(resumed["model"], last["model"], **TOLERANCE)
         torch.testing.assert_close(resumed["optimizer"], last["optimizer"], **TOLERANCE)
@@ -195,7 +199,7 @@ def test_prepare_shards_for_a_loop_of_ones_own(ranks: Any, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["tp=2", "dp=2,zero=2,tp=2"])
 def test_fused_and_foreach_updates_take_split_and_whole_parameters(ranks: Any, layout: str) -> None:
-    def job(layout: str, how: str) -> Any:
+    def run(layout: str, how: str) -> Any:
         model = make_gpt()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **{how: True})
         engine = paceline.Engine(
@@ -206,10 +210,15 @@ def test_fused_and_foreach_updates_take_split_and_whole_parameters(ranks: Any, l
         assert len(optimizer.param_groups) == 1
         return engine.state_dict()["model"]
 
-    for how in ("fused", "foreach"):
-        expected = job("dp=1", how)
-        for state in ranks(job, layout, how, world_size=Layout.parse(layout).world_size):
-            torch.testing.assert_close(state, expected, **TOLERANCE)
+    def job(layout: str) -> Any:
+        return {how: run(layout, how) for how in ("fused", "foreach")}
+
+    expected = job("dp=1")
+    for states in ranks(job, layout, world_size=Layout.parse(layout).world_size):
+        for how, state in states.items():
+            torch.testing.assert_close(
+                state, expected[how], **TOLERANCE, msg=lambda text, how=how: f"{how}: {text}"
+            )
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=2", "tp=2"])
@@ -268,8 +277,7 @@ def test_a_model_from_the_meta_device_starts_with_the_same_values(ranks: Any, la
 @pytest.mark.parametrize("layout", ["dp=2,zero=2", "tp=2", "pp=2"])
 @pytest.mark.world(2)
 def test_resumed_at_the_same_layout_a_run_is_equal_to_the_bit(ranks: Any, layout: str) -> None:
-    uninterrupted = ranks(train, layout, 3, None, 4)[0]
-    _, state = ranks(train, layout, 1, None, 4)[0]
+    uninterrupted, (_, state) = ranks(lambda: [train(layout, n, None, 4) for n in (3, 1)])[0]
     results, resumed = ranks(train, layout, 2, state, 4)[0]
     assert results == uninterrupted[0][1:]
     torch.testing.assert_close(resumed["model"], uninterrupted[1]["model"], rtol=0, atol=0)

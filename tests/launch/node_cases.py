@@ -45,8 +45,11 @@ class Sums(Dataset):
         return 64
 
     def __getitem__(self, index):
-        if os.path.exists("slow"):
-            time.sleep(0.1)
+        try:
+            with open("slow") as file:
+                time.sleep(float(file.read()))
+        except FileNotFoundError:
+            pass
         values = torch.randn(8, generator=torch.Generator().manual_seed(index))
         return values, values.sum().unsqueeze(0)
 """
@@ -143,6 +146,7 @@ class Cluster:
         *,
         steps: int = STEPS,
         slow: bool = True,
+        delay: float = 0.1,
         nnodes: str = "1:2",
         rdzv: str | None = None,
         node_timeout: float = NODE_TIMEOUT,
@@ -152,7 +156,7 @@ class Cluster:
         text = CONFIG.format(steps=steps, node_timeout=node_timeout)
         self._slow = folder / "slow"
         if slow:
-            self._slow.touch()
+            self._slow.write_text(str(delay))
         (folder / "sums.yaml").write_text(text)
         (folder / "node_sums.py").write_text(MODULE)
         self.rdzv = rdzv or f"127.0.0.1:{free_port()}"

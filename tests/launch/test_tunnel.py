@@ -17,13 +17,15 @@ import pytest
 from node_cases import wait_for
 
 from paceline.config import load
-from paceline.config.endpoints import endpoints
+from paceline.config.endpoints import Endpoint, endpoints
 from paceline.credentials import Secret
 from paceline.errors import ConfigError
 from paceline.launch import tunnel as module
 from paceline.launch.environment import SECRET, SECRET_FILE
 from paceline.launch.listening import listen
 from paceline.launch.loopback import peer_is_us
+from paceline.launch.rendezvous import endpoints as rendezvous_endpoints
+from paceline.launch.rendezvous.endpoints import RendezvousEndpoints
 from paceline.launch.rendezvous.stores import (
     ForeignStore,
     ServedStore,
@@ -185,6 +187,28 @@ def test_another_secret_and_none_are_told_apart_and_refused(served: ServedStore)
             other.probe("127.0.0.1", silent.getsockname()[1], 0.5)
     with pytest.raises(StoreUnreachable):
         StoreConnection("127.0.0.1", served.port, 1.0)
+
+
+def test_an_answer_that_comes_too_late_does_not_hide_that_the_secret_is_another(
+    here: Tunnel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may not finish the last handshake in time; the first has shown enough."""
+
+    def why() -> str:
+        with pytest.raises(StoreUnreachable) as caught:
+            places.find(0, lambda: None)
+        return str(caught.value)
+
+    monkeypatch.setattr(rendezvous_endpoints, "is_this_machine", lambda host: False)
+    with contextlib.closing(Tunnel(secret("ijklmnop"), lambda _: None)) as other:
+        served = ServedStore("127.0.0.1", 0, here)
+        place = Endpoint("127.0.0.1", served.port)
+        places = RendezvousEndpoints([place], 0.5, other)
+        assert "another secret than secret ijklmnop" in why()
+        served.close()
+        with listen("127.0.0.1", served.port):
+            assert "another secret than secret ijklmnop" in why()
+        assert "nothing answers at" in why(), "whoever that was is gone"
 
 
 def contexts() -> Iterator[ssl.SSLContext]:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from parity.columns import COLUMNS, subject  # noqa: E402
+from parity.page import HEADING  # noqa: E402
 from parity.pairs import random_pair  # noqa: E402
 from parity.rows import GLOBAL_BATCH, Row, all_rows, alone, compositions  # noqa: E402
 
@@ -72,13 +73,16 @@ def test_the_rows_cover_every_pair() -> None:
 
 
 def test_the_page_has_every_cell_and_none_is_wrong() -> None:
-    page = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    page, _, over_nccl = (ROOT / "docs" / "parity.md").read_text("utf-8").partition(HEADING)
     cell = re.compile(r"\de[-+]\d+|0e\+00|refused \[\d+\]\(#why-refused\)")
     for row in all_rows():
         (line,) = re.findall(rf"^\| `{re.escape(str(row))}` \|(.*)\|$", page, re.MULTILINE)
         cells = [text.strip() for text in line.split("|")]
         assert len(cells) == len(COLUMNS)
         assert all(cell.fullmatch(text) for text in cells), (str(row), cells)
+        assert re.search(
+            rf"^\| `{re.escape(str(row))}` \| GPT \| (\de-\d+|refused) \|$", over_nccl, re.MULTILINE
+        )
 
 
 @pytest.mark.parametrize("number", [1, 5, 8, 11, 12, 28])

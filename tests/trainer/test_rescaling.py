@@ -1,4 +1,4 @@
-"""A world that loses and gains ranks trains as one that never did: same losses, same samples."""
+"""A world that loses and gains ranks trains as one that never did: same losses, samples, dropout."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def train(
     layout = fit(asked, paceline.World.current().size)
     assert layout is not None
     follow = Follow(fail_at)
-    model = make_gpt(layers=2)
+    model = make_gpt(layers=2, dropout=0.1)
     trainer = paceline.Trainer(
         model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),

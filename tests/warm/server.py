@@ -6,6 +6,7 @@ the client that asked, which has declared itself ready to take it. So it is the 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -43,6 +44,12 @@ PRELOAD = (
 _RUN_AS_MAIN = ("paceline.trainer.run", "paceline.launch.worker", "paceline.testing.server")
 # These start nothing in Python, or only what they fork themselves.
 _STARTS_NOTHING = ("paceline.launch.worker", "paceline.testing.server")
+_TAKEN_APART = (
+    *("__main__", "paceline", "torch.distributed", "warm", "builtins", "sys", "os", "io", "_"),
+    *("threading", "logging", "asyncio", "socket", "subprocess", "multiprocessing", "concurrent"),
+    *("tempfile", "weakref", "gc", "queue", "selectors", "signal", "atexit", "contextlib"),
+)
+_libraries: set[str] = set()
 _SET_PARENT_DEATH_SIGNAL = 1
 _MOUNTS = 0x20000  # CLONE_NEWNS
 _ALL_PRIVATE = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE
@@ -51,10 +58,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main(control: int, base_path: list[str]) -> None:
     """Serve until the client is gone. In a process that was asked for: be it, then return."""
+    atexit.register(_leave_libraries_alone)  # before any library's own: so it runs after them
+    gc.disable()  # there is no garbage yet, and looking for it takes a while
     for name in PRELOAD:
         importlib.import_module(name)
+    gc.enable()
     for name in _RUN_AS_MAIN:
         sys.modules.pop(name, None)
+    _libraries.update(name for name in sys.modules if not name.startswith(_TAKEN_APART))
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("warm starts: some library has started a thread, so nothing can be forked.")
     gc.collect()
@@ -162,7 +173,30 @@ def _take_place(order: Order, files: Sequence[int], base_path: list[str]) -> Non
         sys.warnoptions[:] = chosen.split(",")
         warnings._processoptions(sys.warnoptions)  # as Python does, on start
     _what_is_read_on_loading()
+    _end_after_python()
     sys.excepthook = _hook
+
+
+def _leave_libraries_alone() -> None:
+    """Have the interpreter not take libraries apart, object by object, when it ends.
+
+    It would touch, and so copy, most of the memory that is shared with the server: half a second.
+    What may hold the program's own things is taken apart as ever: its modules, Paceline,
+    ``torch.distributed`` with its process groups, threads, sockets, loggers.
+    """
+    kept = {name: sys.modules[name] for name in _libraries & sys.modules.keys()}
+    for name in kept:
+        sys.modules[name] = None  # type: ignore[assignment]  # as the interpreter does
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+def _end_after_python() -> None:
+    """Have the process end with the interpreter, before C++ takes torch's tables of operators apart.
+
+    That takes a quarter of a second, for the same reason. ``_exit(status)`` is called first of all
+    that is registered for the end.
+    """
+    _libc.on_exit(_libc._exit, None)
 
 
 def _what_is_read_on_loading() -> None:

@@ -48,7 +48,11 @@ class WrongSecret(ConnectionError):
     """Who listens there has another secret, or none."""
 
 
-class _Dropped(WrongSecret):
+class NoProof(WrongSecret):
+    """Who listens there did not finish the handshake: it has no secret, or no time to answer."""
+
+
+class _Dropped(NoProof):
     """The connection was ended before the handshake began."""
 
 
@@ -183,7 +187,7 @@ class Tunnel:
                 if isinstance(error, WrongSecret):
                     raise
                 dropped = isinstance(error, (ssl.SSLEOFError, ConnectionResetError))
-                raise (_Dropped if dropped else WrongSecret)(
+                raise (_Dropped if dropped else NoProof)(
                     f"{host}:{port} answers, but not as one with our secret ({self.secret}) would: "
                     "was it started without?"
                 ) from None

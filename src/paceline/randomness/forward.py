@@ -262,7 +262,7 @@ class ForwardRandomness:
         return function(*args, **kwargs) if result is NotImplemented else result
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``draw``."""
+        """As ``draw``, for ``functools.partial``."""
         return self.draw(function, args, kwargs)
 
     # ------------------------------------------------------------------ recomputation

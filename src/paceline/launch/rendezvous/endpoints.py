@@ -16,6 +16,7 @@ from paceline.launch.rendezvous.records import RendezvousRecords
 from paceline.launch.rendezvous.stores import (
     ForeignStore,
     ServedStore,
+    StoreRefused,
     StoreUnreachable,
     reach,
     serve_rendezvous,
@@ -35,7 +36,7 @@ class RendezvousEndpoints:
     ) -> None:
         self._endpoints, self._patience, self._tunnel = list(endpoints), patience, tunnel
         self._server: ServedStore | None = None
-        self._foreign: dict[Endpoint, str] = {}
+        self._foreign: dict[Endpoint, ForeignStore] = {}
         self._served: Endpoint | None = None
         self._taken: Endpoint | None = None
         self.trouble: str | None = None
@@ -56,16 +57,19 @@ class RendezvousEndpoints:
         there by mistake.
         """
         found: list[tuple[int, int, Endpoint, RendezvousRecords]] = []
-        self._foreign = {}
         for number, endpoint in enumerate(self._endpoints):
             try:
                 records = RendezvousRecords(reach(endpoint, self._patience, self._tunnel))
                 current = records.current()
             except ForeignStore as foreign:
-                self._foreign[endpoint] = str(foreign)
+                self._note_foreign(endpoint, foreign)
+                continue
+            except StoreRefused:
+                self._foreign.pop(endpoint, None)
                 continue
             except (StoreUnreachable, KeyError, BadMessage):
                 continue
+            self._foreign.pop(endpoint, None)
             found.append((-1 if current is None else current.round, -number, endpoint, records))
         if not found:
             return None
@@ -75,6 +79,12 @@ class RendezvousEndpoints:
         if settle and best[2] != self._served:
             self.stop_serving()
         return best[3]
+
+    def _note_foreign(self, endpoint: Endpoint, foreign: ForeignStore) -> None:
+        """Remember why; that an answer came too late does not undo what was proved before."""
+        known = self._foreign.get(endpoint)
+        if known is None or foreign.proved or not known.proved:
+            self._foreign[endpoint] = foreign
 
     def find(self, deadline: float, pause: Callable[[], None]) -> RendezvousRecords:
         """The rendezvous, waited for until ``deadline``; served here when it is our turn.
@@ -107,7 +117,7 @@ class RendezvousEndpoints:
                 found.append(f"the name {endpoint.host!r} does not resolve")
                 continue
             if endpoint in self._foreign:
-                found.append(self._foreign[endpoint])
+                found.append(str(self._foreign[endpoint]))
             elif endpoint == self._taken:
                 found.append(
                     f"port {endpoint.port} of this machine is taken by something that is no "

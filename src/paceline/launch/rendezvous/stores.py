@@ -25,7 +25,7 @@ from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[at
 
 from paceline.config.endpoints import Endpoint
 from paceline.launch.listening import listen
-from paceline.launch.tunnel import ExposedPort, Tunnel, WrongSecret
+from paceline.launch.tunnel import ExposedPort, NoProof, Tunnel, WrongSecret
 
 T = TypeVar("T")
 
@@ -48,7 +48,11 @@ class StoreRefused(StoreUnreachable):
 
 
 class ForeignStore(StoreUnreachable):
-    """Whoever listens there does not have our secret."""
+    """Whoever listens there does not have our secret, or has ``proved`` nothing yet."""
+
+    def __init__(self, message: str, *, proved: bool = True) -> None:
+        super().__init__(message)
+        self.proved = proved
 
 
 class StoreConnection:
@@ -302,6 +306,6 @@ def _probe(host: str, port: int, patience: float, tunnel: Tunnel | None) -> tupl
     except ConnectionRefusedError as error:
         raise StoreRefused(f"{host}:{port}: nobody listens there") from error
     except WrongSecret as error:
-        raise ForeignStore(str(error)) from error
+        raise ForeignStore(str(error), proved=not isinstance(error, NoProof)) from error
     except OSError as error:
         raise StoreUnreachable(f"{host}:{port}: {error.strerror or error}") from error
