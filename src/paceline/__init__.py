@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.engine.parameter_groups import parameter_groups as parameter_groups
     from paceline.engine.prepare import prepare as prepare
     from paceline.layout import Layout as Layout
+    from paceline.log_values import log as log
     from paceline.options import Checkpointing as Checkpointing
     from paceline.options import Compression as Compression
     from paceline.options import DataOptions as DataOptions
@@ -67,6 +68,7 @@ _HOME = {
     "loader": "paceline.data",
     "load_weights": "paceline.trainer",
     "parameter_groups": "paceline.engine.parameter_groups",
+    "log": "paceline.log_values",
     "prepare": "paceline.engine",
     "verify": "paceline.prove",
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.data import Loader
 from paceline.engine import Engine
+from paceline.engine.internals import internals_of
 from paceline.engine.loss import target_of
 from paceline.errors import DataError, TrainingError
 from paceline.trainer.stateful_metrics import StatefulMetric, has_state
@@ -48,21 +49,42 @@ def evaluate(
     random streams of training are left as they were.
     """
     started = time.perf_counter()
-    random = rng_state()
     tally = _Tally(metrics)
-    loader.seek(0)
-    try:
-        with engine.evaluating():
-            for index, batch in enumerate(itertools.islice(iter(loader), batches)):
-                for part in engine.evaluate(batch):
-                    tally.add(index, part.batch, part.samples, part.term)
-                between()
-    finally:
-        set_rng_state(random)
+    numbers = itertools.count()
+
+    def visit(batch: Any) -> None:
+        index = next(numbers)
+        for part in engine.evaluate(batch):
+            tally.add(index, part.batch, part.samples, part.term)
+
+    run_pass(engine, loader, visit, batches=batches, between=between)
     values, samples = tally.reduce(engine)
+    logged = internals_of(engine).context.microbatches.logs.evaluated()
+    values |= {name: one.value for name, one in logged.items() if name not in values}
     if samples == 0:
         raise DataError("the validation data gave no samples.")
     return values, samples, time.perf_counter() - started
+
+
+def run_pass(
+    engine: Engine,
+    loader: Loader,
+    visit: Callable[[Any], None],
+    *,
+    batches: int | None = None,
+    between: Callable[[], None] = lambda: None,
+    phase: str = "evaluation",
+) -> None:
+    """Show ``visit`` the batches of ``loader`` from its start, in evaluation mode; see above."""
+    random = rng_state()
+    loader.seek(0)
+    try:
+        with engine.evaluating(), engine.world.pulse.during(phase):
+            for batch in itertools.islice(iter(loader), batches):
+                visit(batch)
+                between()
+    finally:
+        set_rng_state(random)
 
 
 class _Tally:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.config import Config, import_target, load
+from paceline.config import Config, Target, import_target, load
 from paceline.config.code import code_folders
 from paceline.data.text import ByteText, unigram_loss
 from paceline.engine.loss import LossFunction
@@ -61,9 +61,26 @@ def from_config(
     if world.is_main:
         _tell_about(config, layout, train, val, run_dir, again=world.restart_count > 0)
     optimizer = make_optimizer(config, model)
+    trainer = make_trainer(
+        config,
+        model,
+        run_dir,
+        optimizer=optimizer,
+        **engine_options(config, train, optimizer, layout),
+    )
+    trainer.grace = config.launch.grace
+    if settings is not None and (world.is_main or (own_folder and world.local_rank == 0)):
+        new = settings.read_text(encoding="utf-8")
+        trainer.when_accepted = lambda: RunFolder(run_dir).save_config(new)
+    return trainer.fit(
+        train, val, epochs=config.train.epochs, steps=config.train.steps, resume=resume
+    )
+
+
+def make_trainer(config: Config, model: nn.Module, run_dir: Path, **more: Any) -> Trainer:
+    """The trainer of ``model`` that ``config`` describes; ``more``: its optimizer and engine."""
     trainer = Trainer(
         model,
-        optimizer=optimizer,
         loss=make_loss(config),
         global_batch=config.batch.global_batch,
         run_dir=run_dir,
@@ -76,16 +93,10 @@ def from_config(
         data=config.data.options(make_collate(config)),
         evaluation=config.train.evaluation(),
         checkpoint=config.checkpoint.options(),
-        **engine_options(config, train, optimizer, layout),
+        **more,
     )
     trainer.events_are_shown = True
-    trainer.grace = config.launch.grace
-    if settings is not None and (world.is_main or (own_folder and world.local_rank == 0)):
-        new = settings.read_text(encoding="utf-8")
-        trainer.when_accepted = lambda: RunFolder(run_dir).save_config(new)
-    return trainer.fit(
-        train, val, epochs=config.train.epochs, steps=config.train.steps, resume=resume
-    )
+    return trainer
 
 
 def layout_for(config: Config, ranks: int) -> Layout:
@@ -140,11 +151,27 @@ def make_datasets(config: Config) -> tuple[Any, Any]:
     """The training and the validation dataset; the latter may be ``None``."""
     made = import_target(config.data.target, code_folders(config))(**arguments_of(config.data.args))
     train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if config.data.val is not None:
-        val = import_target(config.data.val.target, code_folders(config))(
-            **arguments_of(config.data.val.args)
+    return train, val if config.data.val is None else _make_val(config.data.val, config)
+
+
+def make_dataset(config: Config, name: str) -> Any:
+    """The ``train`` or ``val`` dataset alone; the other is not made where it need not be."""
+    if name == "val" and config.data.val is not None:
+        return _make_val(config.data.val, config)
+    train, val = make_datasets(config)
+    if name == "train":
+        return train
+    if val is None:
+        raise ConfigError(
+            f"the run has no validation data: data.target {config.data.target!r} returns one "
+            "dataset, and data.val is not set. Name the data with --data package.module:function, "
+            "or --data train."
         )
-    return train, val
+    return val
+
+
+def _make_val(target: Target, config: Config) -> Any:
+    return import_target(target.target, code_folders(config))(**arguments_of(target.args))
 
 
 def make_loss(config: Config) -> LossFunction | None:
