@@ -3,16 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.rank_state import Part, RankState
-from paceline.checkpoint.saveable import Load, Saved
-from paceline.errors import CheckpointError
-from paceline.formatting import one_of
+from paceline.checkpoint.saveable import Load, Saved, SavedEngine
+from paceline.errors import CheckpointError, TrainingError
 
 _ENGINES = "engines/"
+
+
+def named_engines(given: SavedEngine | Mapping[str, SavedEngine]) -> dict[str, SavedEngine]:
+    """Engines by name; one by itself has none (``""``)."""
+    if not isinstance(given, Mapping):
+        return {"": given}
+    if not given:
+        raise TrainingError("Checkpoints: there is no engine to save in an empty dict.")
+    for name, engine in given.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise TrainingError(f"Checkpoints: the engine {name!r} needs a name without a slash.")
+        if not hasattr(engine, "rank_state"):
+            raise TrainingError(
+                f"Checkpoints: {name!r} is a {type(engine).__name__}, not a paceline.Engine. "
+                "What else is to be saved goes into objects=."
+            )
+    first = next(iter(given.values()))
+    for name, engine in given.items():
+        if engine.world is not first.world:
+            raise TrainingError(f"Checkpoints: the engine {name!r} is in another world.")
+    if len({id(engine) for engine in given.values()}) < len(given):
+        raise TrainingError(f"Checkpoints: one engine has several names: {', '.join(given)}.")
+    return dict(given)
+
+
+def layouts_in_words(engines: Mapping[str, SavedEngine]) -> str:
+    """The layout; where engines have several, each one's."""
+    layouts = {name: str(engine.layout) for name, engine in engines.items()}
+    if len(set(layouts.values())) == 1:
+        return next(iter(layouts.values()))
+    return "; ".join(f"{name} {layout}" for name, layout in layouts.items())
+
+
+def check_engines(checkpoint: Checkpoint, engines: Mapping[str, SavedEngine]) -> None:
+    """Raise where the checkpoint is not of these engines."""
+    there, here = engines_in(checkpoint.manifest), sorted(name for name in engines if name)
+    if there != here:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {_in_words(there)}, and to be restored is {_in_words(here)}. "
+            "Give Checkpoints the engines that were saved, under the names they had."
+        )
+
+
+def _in_words(names: Sequence[str]) -> str:
+    if not names:
+        return "one engine without a name"
+    return f"{'the engine' if len(names) == 1 else 'engines'} {', '.join(names)}"
 
 
 def prefix_of(name: str) -> str:
@@ -37,12 +84,11 @@ def engine_prefix(checkpoint: Checkpoint, engine: str | None) -> str:
             if engine is None
             else (f"none of them is {engine!r}")
         )
-        there = f"the engines {one_of(names)}" if names else "one engine, which has no name"
-        raise CheckpointError(f"{checkpoint.path} holds {there}: {asked}.")
+        raise CheckpointError(f"{checkpoint.path} holds {_in_words(names)}: {asked}.")
     return prefix_of(engine)
 
 
-def added(state: RankState, own: RankState, name: str) -> None:
+def add_engine(state: RankState, own: RankState, name: str) -> None:
     """Add what one engine has to ``state``."""
     prefix = prefix_of(name)
     state.tensors |= {prefix + key: part for key, part in own.tensors.items()}
