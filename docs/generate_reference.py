@@ -35,7 +35,7 @@ API = {
         "The trainer, the engine, and what they take and return.",
         (
             *("Trainer", "History", "Callback", "EarlyStopping", "WholeSet"),
-            *("Engine", "StepResult", "prepare", "loader"),
+            *("Engine", "StepResult", "prepare", "loader", "parameter_groups"),
             *("Checkpoints", "load_weights"),
             *("Checkpointing", "Evaluation", "DataOptions", "verify"),
         ),
@@ -156,6 +156,10 @@ def keys_of(node: Any, schema: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         section = section_of(about, schema)
         if section is None:
             yield prefix + name, about
+            # Of a list or mapping of sections, the keys of each.
+            items = about.get("items") or about.get("additionalProperties")
+            if isinstance(items, dict) and (item := section_of(items, schema)) is not None:
+                yield from keys_of(item, schema, f"{prefix}{name}.*.")
         else:
             yield from keys_of(section, schema, f"{prefix}{name}.")
 

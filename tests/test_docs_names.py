@@ -27,8 +27,8 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FREE = {("checkpoint", "storage"), ("tensor", "plan"), ("compress", "rules"), ("device_map",)}
 """Mappings whose keys are the user's own."""
 LINKS = ("reduction", "links")
-NO_KEYS = {"a.b", "key", "train.stpes", "data.share"}
-"""Placeholders, a mistake shown as one, and an attribute of something called data."""
+NO_KEYS = {"a.b", "key", "train.stpes", "data.share", "metrics.csv"}
+"""Placeholders, a mistake shown as one, an attribute of something called data, and a file."""
 LATER = {"plan", "tune", "watch"}
 """Commands that the design announces."""
 

@@ -237,3 +237,17 @@ def test_compiled_code_of_a_module_can_be_wrapped() -> None:
     module.compile(backend="eager")
     assert torch_internals.around_compiled_call(module, lambda compiled: lambda *_: "wrapped")
     assert module(torch.ones(1, 2)) == "wrapped"
+
+
+def test_a_stream_can_be_read_as_if_outside_a_loader_worker() -> None:
+    """Else a Hugging Face stream gives a loader worker only its own part of a shard."""
+
+    class Asks(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            before = torch.utils.data.get_worker_info()
+            with torch_internals.outside_loader_worker():
+                inside = torch.utils.data.get_worker_info()
+            yield before is None, inside is None, torch.utils.data.get_worker_info() is before
+
+    data = torch.utils.data.DataLoader(Asks(), batch_size=None, num_workers=1)
+    assert list(next(iter(data))) == [False, True, True]

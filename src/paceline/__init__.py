@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from paceline.data import loader as loader
     from paceline.engine import Engine as Engine
     from paceline.engine import StepResult as StepResult
+    from paceline.engine.parameter_groups import parameter_groups as parameter_groups
     from paceline.engine.prepare import prepare as prepare
     from paceline.layout import Layout as Layout
+    from paceline.log_values import log as log
     from paceline.options import Checkpointing as Checkpointing
     from paceline.options import Compression as Compression
     from paceline.options import DataOptions as DataOptions
@@ -65,6 +67,8 @@ _HOME = {
     "collectives": "paceline.world",
     "loader": "paceline.data",
     "load_weights": "paceline.trainer",
+    "parameter_groups": "paceline.engine.parameter_groups",
+    "log": "paceline.log_values",
     "prepare": "paceline.engine",
     "verify": "paceline.prove",
 }

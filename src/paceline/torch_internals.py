@@ -9,7 +9,8 @@ them: ``parallel/tensor/shards.py`` (``_StridedShard``), ``parallel/pipeline/tor
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.data._utils import worker as loader_worker
 
 # ---- tensors without data ----
 
@@ -35,6 +37,23 @@ NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 """Where torch logs, at length, why a computation on fake tensors failed."""
+
+
+# ---- loader workers ----
+
+
+@contextmanager
+def outside_loader_worker() -> Iterator[None]:
+    """Let ``get_worker_info()`` say that this process is no DataLoader worker.
+
+    Streams look at it to give each worker a part of themselves, where all is asked for.
+    """
+    known = loader_worker._worker_info
+    loader_worker._worker_info = None
+    try:
+        yield
+    finally:
+        loader_worker._worker_info = known
 
 
 # ---- modes ----

@@ -91,8 +91,8 @@ def train(
             ["--zebra"],
             [
                 "--zebra: no such option; there are --script, --nproc, --nnodes, --rdzv, "
-                "--secret-file, --layout, --on, --set, --resume, --run-dir, --max-restarts, "
-                "--share-gpu. Any value of the config is set by --set key=value"
+                "--secret-file, --layout, --on, --set, --resume, --run-dir, --name, --tag, "
+                "--max-restarts, --share-gpu. Any value of the config is set by --set key=value"
             ],
         ),
         (["--script", "nowhere.py"], ["--script nowhere.py: there is no such file"]),

@@ -37,7 +37,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "project").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "project" / "own_net.py").write_text(NET.format("project"))
-    (tmp_path / "project" / "c.yaml").write_text("model: {target: 'own_net:Net'}\n")
+    (tmp_path / "project" / "c.yaml").write_text(
+        "model: {target: 'own_net:Net'}\ntrain: {steps: 5}\n"
+    )
     monkeypatch.chdir(tmp_path / "elsewhere")
     return tmp_path / "project"
 
@@ -70,7 +72,7 @@ def test_the_current_folder_comes_second_and_is_remembered_too(project: Path) ->
     here = Path.cwd()
     (here / "own_parts.py").write_text("def data():\n    pass\n")
     (project / "c.yaml").write_text(
-        "model: {target: 'own_net:Net'}\ndata: {target: 'own_parts:data'}\n"
+        "model: {target: 'own_net:Net'}\ndata: {target: 'own_parts:data'}\ntrain: {steps: 5}\n"
     )
     config = load_checked(project / "c.yaml", devices=0)
     assert with_code(config).code == [str(project), str(here)]
@@ -89,7 +91,9 @@ def test_of_two_modules_the_one_beside_the_config_is_taken_and_named(project: Pa
 def test_folders_can_be_named(project: Path) -> None:
     (project / "src").mkdir()
     (project / "own_net.py").rename(project / "src" / "own_net.py")
-    (project / "c.yaml").write_text("code: [src]\nmodel: {target: 'own_net:Net'}\n")
+    (project / "c.yaml").write_text(
+        "code: [src]\nmodel: {target: 'own_net:Net'}\ntrain: {steps: 5}\n"
+    )
     assert check(load(project / "c.yaml"), devices=0) == []
     assert found(project / "c.yaml") == "project"
 

@@ -11,7 +11,17 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.config import Config, Model, dump, json_schema, load, resolve
+from paceline.config import (
+    Config,
+    Model,
+    Schedule,
+    Train,
+    check,
+    dump,
+    json_schema,
+    load,
+    resolve,
+)
 from paceline.config.keys import FIELDS
 from paceline.errors import ConfigError, LayoutError
 from paceline.masking import literals
@@ -71,6 +81,31 @@ def test_defaults_that_follow_another_key() -> None:
     assert load({"data": {"target": "my:data"}}).data.args == {}
     assert load({"train": {"epochs": 2}}).train.steps is None
     assert load({"train": {"epochs": None}}).train.steps == demo.train.steps
+
+
+def test_a_config_of_ones_own_inherits_nothing_of_the_demos_training() -> None:
+    for section in ({"model": {"target": "my:Net"}}, {"data": {"target": "my:data"}}):
+        own = load({**section, "optimizer": {"name": "sgd"}})
+        assert (own.schedule.name, own.schedule.warmup_steps, own.schedule.min_ratio) == (
+            "constant", 0, 0.0
+        )  # fmt: skip
+        assert (own.train.steps, own.train.clip_norm, own.optimizer.lr) == (None, None, 1e-3)
+        assert any("how long to train" in problem for problem in check(own, devices=0))
+    # What it does say stands, and only that is another's; built in Python, too.
+    said = load(
+        {"model": {"target": "my:Net"}, "schedule": {"name": "cosine"}, "train": {"steps": 9}}
+    )
+    assert (said.schedule.name, said.schedule.warmup_steps, said.train.steps) == ("cosine", 0, 9)
+    built = Config(model=Model(target="my:Net"), train=Train(steps=9), schedule=Schedule())
+    assert (built.schedule, built.train.clip_norm) == (
+        Schedule(name="constant", warmup_steps=0, min_ratio=0.0),
+        None,
+    )
+    # A file that an earlier version wrote has every key, and keeps it.
+    assert (
+        load(Config().model_dump() | {"model": {"target": "my:Net", "args": {}}}).schedule.name
+        == "cosine"
+    )
 
 
 def test_mlflow_may_be_switched_on_and_off() -> None:

@@ -156,6 +156,7 @@ def test_checking_imports_neither_torch_nor_the_users_code() -> None:
             "model": {"target": "mine:Net", "args": {"widht": 3, "bias": True}},
             "loss": {"target": "mine:build", "args": {"d": 1}},
             "optimizer": {"name": "mine:NoRate", "args": {"momentum": 0.9}},
+            "train": {"steps": 5},
         }
     )
     assert check(config, devices=0) == [

@@ -13,12 +13,14 @@ from paceline.diagnose.story.error_rules import HANGS
 from paceline.diagnose.story.report import write
 from paceline.events import (
     CheckpointFailed,
+    EvalDone,
     GaveUp,
     HangOver,
     NodeJoined,
     NodeLeft,
     NonFinite,
     Note,
+    PhaseProgress,
     Restarting,
     RunFailed,
     StepSplit,
@@ -61,6 +63,16 @@ def test_a_run_that_went_well_is_told_in_three_lines() -> None:
     everything = text(told, everything=True)
     assert "steps 1 to 100: loss" in everything
     assert "saved runs/x/checkpoints/step-50 (every, 1.0 kB)" in everything
+
+
+def test_a_run_between_steps_says_what_it_does() -> None:
+    made = run().start().steps(40)
+    for done, total, words in ((0, None, "evaluating"), (3, 10, "evaluating (3 of 10 batches)")):
+        made.say(PhaseProgress, phase="evaluation", step=40, done=done, total=total)
+        headline = write(story(made, running=True))[0]
+        assert headline.startswith(f"runs/x: is running, {words}, at step 40 of 100, 8 samples/s")
+    made.say(EvalDone, step=40, epoch=0, metrics={"loss": 1.0}, samples=1, seconds=1.0)
+    assert "is running, at step 40" in write(story(made, running=True))[0]
 
 
 def test_a_run_that_is_going_on_says_where_it_is() -> None:

@@ -73,7 +73,7 @@ SHARED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         LossError,
         "loss=CrossEntropyLoss is a class. Pass an object of it: CrossEntropyLoss().",
     ),
-    "optimizer: None": ({"optimizer": None}, TrainingError, f"optimizer=None {NO_OPTIMIZER}"),
+    "optimizer: number": ({"optimizer": 0.1}, TrainingError, f"optimizer=0.1 {NO_OPTIMIZER}"),
     "optimizer: schedule": (
         {"optimizer": torch.optim.lr_scheduler.StepLR},
         TrainingError,

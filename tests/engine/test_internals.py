@@ -24,7 +24,16 @@ PUBLIC = {
         "parameter_count",
     ),
     *("step", "steps_done", "spread", "settle", "in_round", "meet"),
-    *("evaluating", "evaluate", "take_notes", "traffic", "measuring_memory", "memory"),
+    *(
+        "evaluating",
+        "evaluate",
+        "predict",
+        "log",
+        "take_notes",
+        "traffic",
+        "measuring_memory",
+        "memory",
+    ),
     *("state_dict", "load_state_dict"),
     "rank_state",  # what paceline.Checkpoints asks of anything that it saves
     *("whole_parameters", "whole_gradients", "whole_buffers"),

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.config import Config
+from paceline.config import Config, Target
 from paceline.config.keys import FIELDS, section_of
 from paceline.config.sections import in_yaml
+from paceline.config.training import EarlyStoppingSection
 from paceline.credentials import Secret
 from paceline.options import Checkpointing, EngineOptions, TrainerOptions, reference
 from paceline.options.declare import Declared, declared, members
@@ -30,12 +31,15 @@ SECTIONS = {".".join(path) for path, info in FIELDS.items() if section_of(info) 
 # A config's default is the demo's, or must be a value of its own where Python has "not given".
 OTHER_DEFAULTS = {
     "batch.global_batch",
+    "callbacks",
     "checkpoint.every",
     "checkpoint.mode",
     "checkpoint.storage",
     "data.shuffle",
     "launch.timeout",
     "local_steps.every",
+    "metrics",
+    "track.trackers",
     "train.clip_norm",
 }
 
@@ -111,6 +115,8 @@ def plain(annotation: Any) -> list[Any]:
 def is_like(kind: Any, own: Any) -> bool:
     """Whether a config may take ``kind`` for an option that takes ``own``: the same, or less."""
     origin, own_origin = (typing.get_origin(one) or one for one in (kind, own))
+    if own_origin is Callable:
+        return isinstance(kind, type) and issubclass(kind, Target)  # a config names it
     if own is str:
         return kind in (str, Secret) or origin is typing.Literal
     same = {dict: Mapping, list: Sequence}
@@ -183,3 +189,10 @@ def test_help_shows_plain_types() -> None:
 def test_the_timeout_that_none_stands_for_is_the_worlds() -> None:
     text = declared(TrainerOptions)["timeout"].option.text
     assert text.endswith(f"None: {DEFAULT_TIMEOUT:g}.")
+
+
+def test_early_stopping_in_a_config_is_that_of_python() -> None:
+    python = inspect.signature(paceline.EarlyStopping).parameters
+    assert {name: parameter.default for name, parameter in python.items()} == {
+        name: info.default for name, info in EarlyStoppingSection.model_fields.items()
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -93,3 +95,26 @@ def test_copies_and_other_ways_to_cut(ranks: Any) -> None:
         ("gpt", "dp=4,zero=2", Sharding(offload="parameters")),
     ]
     check(ranks, cases)
+
+
+def _train_and_drop(layout: str) -> list[bool]:
+    """Whether model and parameters live on after their engine."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    held = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+    engine = paceline.Engine(
+        model,
+        loss=torch.nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        layout=layout,
+    )
+    engine.step((torch.ones(2, 4), torch.ones(2, 1)))
+    del model, engine
+    gc.collect()
+    return [reference() is not None for reference in held]
+
+
+@pytest.mark.world(2)
+def test_a_sharded_model_is_freed_with_its_engine(ranks: Any) -> None:
+    """Else the next engine of the process would find the memory taken."""
+    for alive in ranks(_train_and_drop, "dp=2,zero=3"):
+        assert not any(alive)

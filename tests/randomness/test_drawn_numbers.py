@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from paceline.randomness import ForwardRandomness, TensorPart
 from paceline.randomness.attribution import WHOLE_BATCH, Attribution, attribute, still_fits
-from paceline.randomness.counter import Numbers, hashed, sample_keys, words
+from paceline.randomness.counter import Numbers, hashed, sample_keys
+from paceline.randomness.keys import words
 from paceline.randomness.table import lay_out
 
 SAMPLES, WIDTH = 64, 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pty
@@ -24,6 +25,7 @@ from paceline.events import (
     NodeLeft,
     NonFinite,
     Note,
+    PhaseProgress,
     RankLost,
     RanksStarted,
     Restarting,
@@ -88,6 +90,14 @@ def test_a_short_run_shows_its_tenths() -> None:
         *(f"step {i}/20" for i in range(2, 21, 2)),
     ]
     assert shown[-1] == "step 20/20: loss 2.0000, 64 samples/s, ETA 0:00"
+
+
+def test_logged_numbers_stand_beside_the_loss() -> None:
+    logged = {"kl": 0.25, "ce": 1.5, "a": 1.0, "b": 2.0}
+    shown = lines(started(4), dataclasses.replace(step(1, time=1.0), logged=logged))
+    assert shown[1] == (
+        "step 1/4: loss 2.0000, kl 0.2500, ce 1.5000, a 1.0000, 64 samples/s, ETA 0:02"
+    )
 
 
 def test_a_long_run_is_reported_by_the_clock() -> None:
@@ -286,6 +296,57 @@ def test_a_bar_on_a_terminal() -> None:
     assert "printed by the [red]program[/red]\r\n" in shown
     assert "warning: a [bold]note[/bold]\r\n" in shown
     assert shown.endswith("after the end\r\nand on\r\n")
+
+
+def test_an_evaluation_has_a_bar_of_its_own() -> None:
+    shown = on_a_terminal(
+        """
+import time
+from paceline.events import *
+from paceline.track import Progress
+shown = Progress()
+shown.handle(RunStarted(layout="dp=1", world_size=1, device="cpu", precision="fp32", global_batch=8,
+                        parameters=1, samples_per_epoch=16, total_steps=4, time=0.0))
+shown.handle(StepDone(step=3, epoch=1, loss=1.5, lr=0.001, samples=8, seconds=0.5, time=1.0))
+shown.handle(PhaseProgress(phase="evaluation", step=3, total=10, time=1.0))
+shown.handle(PhaseProgress(phase="evaluation", step=3, done=4, total=10, time=3.0))
+time.sleep(0.3)  # two of its refreshes
+shown.close()
+"""
+    )
+    assert re.search(
+        r"step 3/4 [━╸]+ loss 1\.5000, 16 samples/s, ETA 0:00, epoch 2/2, lr 0\.001", shown
+    )
+    assert re.search(r"evaluating 4/10 [━╸╺]+ 0:03 to go", shown)
+
+
+def test_a_long_evaluation_is_shown_by_the_clock() -> None:
+    def batches(done: int, *, time: float) -> PhaseProgress:
+        return PhaseProgress(phase="evaluation", step=1, done=done, total=30, time=time)
+
+    evaluated = EvalDone(step=1, epoch=0, metrics={"loss": 1.0}, samples=9, seconds=30.0, time=31.0)
+    long = [batches(second, time=1.0 + second) for second in range(30)]
+    shown = lines(started(), step(1, time=1.0), *long, evaluated)
+    assert shown[2:] == [
+        "evaluating 10/30, 0:20 to go",
+        "evaluating 20/30, 0:10 to go",
+        "step 1: validation loss 1.0000 (30 s)",
+    ]
+    quick = [PhaseProgress(phase="checkpoint", step=n, time=50.0 * n) for n in range(1, 4)]
+    between = [
+        event for n, saves in enumerate(quick, 1) for event in (saves, step(n, time=60.0 * n))
+    ]
+    assert all("saving" not in line for line in lines(started(None), *between))
+
+
+def test_pace_spreads_rare_evaluations_over_the_steps_to_come() -> None:
+    """One evaluation of 10 s in a hundred steps: neither forgotten nor taken for every step."""
+    pace, now = Pace(window=10), 0.0
+    for number in range(1, 202):
+        now += 0.5 + (10.0 if number % 100 == 1 and number > 1 else 0.0)
+        pace.add(step(number, time=now))
+    left = pace.seconds_left(401)
+    assert left == pytest.approx(200 * 0.5 + 2 * 10.0)
 
 
 def test_no_bar_on_a_dumb_terminal() -> None:

@@ -285,8 +285,8 @@ def test_events_on_disk_tell_the_same_story(tmp_path: Path) -> None:
     assert paceline.History.read(tmp_path).losses == history.losses
     kinds = [type(event).__name__ for event in events.read(tmp_path)]
     assert kinds == [
-        "RunStarted", "StepDone", "StepDone", "StepDone", "StepDone", "EpochDone", "EvalDone",
-        "CheckpointSaved", "RunFinished",
+        "RunStarted", "StepDone", "StepDone", "StepDone", "StepDone", "EpochDone",
+        "PhaseProgress", "EvalDone", "PhaseProgress", "CheckpointSaved", "RunFinished",
     ]  # fmt: skip
 
 

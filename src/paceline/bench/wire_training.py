@@ -19,8 +19,9 @@ from paceline.engine.internals import internals_of
 from paceline.layout import Layout
 from paceline.sync.deferred_numbers import LAG
 from paceline.sync.traffic import plain_bytes
+from paceline.trainer.config_parts import make_collate, make_optimizer
 from paceline.trainer.evaluate import evaluate
-from paceline.trainer.run import engine_options, make_loss, make_model, make_optimizer
+from paceline.trainer.run import engine_options, make_loss, make_model
 from paceline.world import World, collectives
 
 _EVALUATED_BATCHES = 8
@@ -50,7 +51,7 @@ class Training:
             optimizer=optimizer,
             loss=make_loss(config),
             world=world,
-            **engine_options(config, data.train, Layout.parse(config.layout)),
+            **engine_options(config, data.train, optimizer, Layout.parse(config.layout)),
         )
         self._train = self._loader(data.train, training=True)
         self._val = None if data.val is None else self._loader(data.val, training=False)
@@ -71,6 +72,7 @@ class Training:
             drop_last=options.drop_last and training,
             workers=options.workers,
             pin_memory=options.pin_memory,
+            collate_fn=make_collate(self._config),
             layout=self.engine.layout,
             sharded_by_rank=options.sharded_by_rank,
             compare=options.compare,

@@ -16,7 +16,11 @@ from paceline.cli.checkpoint import app as checkpoint
 from paceline.cli.config import app as config
 from paceline.cli.diagnose import diagnose
 from paceline.cli.doctor import doctor
+from paceline.cli.evaluate import evaluate
+from paceline.cli.init import init
+from paceline.cli.predict import predict
 from paceline.cli.rendezvous import rendezvous
+from paceline.cli.runs import runs
 from paceline.cli.schedule import schedule
 from paceline.cli.screen import echo, pipe_apart, run
 from paceline.cli.secret import secret
@@ -68,6 +72,10 @@ def _common(
 
 
 app.command(cls=TrainCommand)(train)
+app.command(name="init")(init)
+app.command()(runs)
+app.command()(evaluate)
+app.command()(predict)
 app.command()(verify)
 app.command()(rendezvous)
 app.command()(secret)

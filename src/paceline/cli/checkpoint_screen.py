@@ -14,7 +14,18 @@ from typing import Any
 from paceline.cli.screen import echo, echo_json
 from paceline.untrusted import printable
 
-_RIGHT = {"step", "size", "tensors", "elements", "ranks", "files", "absolute", "relative"}
+_RIGHT = {
+    "step",
+    "size",
+    "tensors",
+    "elements",
+    "ranks",
+    "files",
+    "absolute",
+    "relative",
+    "loss",
+    "age",
+}
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -38,6 +49,10 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 _STYLES = {
+    "running": "cyan",
+    "finished": "green",
+    "failed": "red",
+    "interrupted": "yellow",
     "whole": "green",
     "damaged": "red",
     "unfinished": "yellow",

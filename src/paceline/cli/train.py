@@ -51,7 +51,23 @@ def train(
         str | None, typer.Option(metavar="RUN_DIR", help="Go on with the run in this folder.")
     ] = None,
     run_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The run's own folder, which must be new.")
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="The run's own folder, which must be new; or a pattern of {name}, {date} and "
+            "{time}, like 'runs/{name}-{date}'.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the run and of its folder.")
+    ] = None,
+    tag: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WORD",
+            help="A word by which paceline runs finds the run. May be repeated.",
+            show_default=False,
+        ),
     ] = None,
     max_restarts: Annotated[
         str | None,
@@ -74,8 +90,11 @@ def train(
         "--secret-file": ("launch.secret", file_reference(secret_file)),
         "--layout": ("layout", layout),
         "--max-restarts": ("launch.max_restarts", max_restarts),
+        "--name": ("name", _as_yaml(name)),
+        "--tag": ("tags", _as_yaml(tag or None)),
         "--share-gpu": ("launch.share_gpu", "true" if share_gpu else None),
     }
+    typed = {"--secret-file": secret_file, "--name": name, "--tag": " --tag ".join(tag or [])}
     try:
         from paceline.cli.train_request import TrainRequest
 
@@ -84,7 +103,7 @@ def train(
             script=script,
             script_arguments=script_arguments,
             flags={
-                f"{k}={v}": _as_typed(flag, secret_file if flag == "--secret-file" else v)
+                f"{k}={v}": _as_typed(flag, typed.get(flag, v))
                 for flag, (k, v) in flags.items()
                 if v is not None
             },
@@ -105,6 +124,13 @@ def train(
         # Click would make "Aborted!" and status 1 of it.
         say("interrupted before the ranks were started", error=True)
         raise SystemExit(130) from None
+
+
+def _as_yaml(value: str | list[str] | None) -> str | None:
+    """Words as the value of an override: those that look like a number stay words."""
+    import json
+
+    return None if value is None else json.dumps(value)
 
 
 def _as_typed(flag: str, value: str | None) -> str:

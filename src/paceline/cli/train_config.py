@@ -13,7 +13,6 @@ from paceline.cli.train_report import (
     exit_status,
     has_checkpoint,
     is_finished,
-    mlflow_uri,
     not_taken,
     resume_hint,
     say_done,
@@ -30,14 +29,12 @@ from paceline.config import (
     summary,
     with_code,
 )
-from paceline.config.keys import flat
 from paceline.errors import ConfigError, RankFailed
 from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder, open_run
 
 if TYPE_CHECKING:
     from paceline.diagnose.hangs.oversee import HangOverseer
-    from paceline.track import Tracker
 
 
 def run_config(request: TrainRequest) -> None:
@@ -111,6 +108,7 @@ def _launch(
     *,
     resume: bool,
 ) -> None:
+    from paceline.cli.train_trackers import trackers_of
     from paceline.launch.job import LocalJob
     from paceline.launch.local import launch
     from paceline.launch.restart_policy import RestartLimits
@@ -142,7 +140,7 @@ def _launch(
     try:
         # Of several machines, the one that is node 0 shows the run; another may come to be it.
         with following(
-            run.path, _trackers(config, run), shown=lambda: joined is None or joined.is_main
+            run.path, trackers_of(config, run), shown=lambda: joined is None or joined.is_main
         ):
             launch(job)
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -168,24 +166,3 @@ def _hang_watcher(config: Config, run: RunFolder) -> HangOverseer:
 
     say = None if config.track.progress else to_stderr
     return HangOverseer(action=config.hangs.action, events_dir=run.path, say=say)
-
-
-def _trackers(config: Config, run: RunFolder) -> list[Tracker]:
-    from paceline.track import MLflow, Progress, TensorBoard
-
-    trackers: list[Tracker] = []
-    if config.track.progress:
-        trackers.append(Progress())
-    if config.track.tensorboard:
-        trackers.append(TensorBoard(run.tensorboard))
-    if config.track.mlflow is not None:
-        trackers.append(
-            MLflow(
-                uri=mlflow_uri(config, run),
-                experiment=config.track.mlflow.experiment,
-                run_name=run.path.name,
-                run_dir=run.path,
-                params=flat(config.model_dump()),
-            )
-        )
-    return trackers

@@ -11,6 +11,7 @@ from paceline.config import Config, load, load_checked
 from paceline.config.checks import node_problems
 from paceline.config.overrides import in_users_words
 from paceline.errors import ConfigError
+from paceline.launch.run_pattern import check_pattern, is_pattern
 from paceline.layout import Layout
 
 
@@ -53,6 +54,11 @@ class TrainRequest:
         for flag, folder in (("--resume", self.resume), ("--run-dir", self.run_dir)):
             if folder is not None and not folder.strip():
                 problems.append(f"{flag} {folder!r}: the name is empty; name a folder")
+        if self.run_dir is not None and is_pattern(self.run_dir):
+            try:
+                check_pattern(self.run_dir)
+            except ConfigError as error:
+                problems += error.problems
         if self.resume is not None and self.run_dir is not None:
             problems.append(
                 f"--resume {self.resume} with --run-dir {self.run_dir}: a resumed run stays in its "
@@ -80,6 +86,11 @@ class TrainRequest:
                 problems.append(
                     f"{flag} {value}: for configs only; the script decides for itself. Arguments "
                     "of the script go after --"
+                )
+        for flag, key in (("--name", "name"), ("--tag", "tags")):
+            if self.asks_for(key):
+                problems.append(
+                    f"{flag}: for configs only; name the folder of a script's run with --run-dir"
                 )
         if self.asks_for("launch.share_gpu"):
             problems.append(

@@ -13,8 +13,9 @@ from paceline.config.lr_schedule import lr_factor, scaled_lr
 from paceline.config.resolving import dump, json_schema, learning_rate, resolve, summary
 from paceline.config.running import Checkpoint, Launch, Mlflow, Track
 from paceline.config.schema import Config
+from paceline.config.target_sections import Target
 from paceline.config.targets import import_target
-from paceline.config.training import Batch, Data, Model, Optimizer, Schedule, Target, Train
+from paceline.config.training import Batch, Data, Model, Optimizer, Schedule, Train
 from paceline.credentials import Secret
 
 __all__ = [

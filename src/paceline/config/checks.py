@@ -9,17 +9,18 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path as FilePath
-from typing import Any
 
 import paceline.config.demo as demo
 from paceline.config.clashes import rule_problems, without_effect
 from paceline.config.code import code_folders
 from paceline.config.devices import count_gpus
 from paceline.config.endpoints import endpoints
-from paceline.config.fields import node_range
+from paceline.config.fields import SCHEDULES, node_range
 from paceline.config.keys import FIELDS, flat, is_secret
+from paceline.config.metric_checks import metric_problems
+from paceline.config.named_targets import named_targets
 from paceline.config.resolving import most_nodes, nproc_of, on_gpu, world_of
 from paceline.config.schema import Config
 from paceline.config.sources import Path
@@ -31,6 +32,9 @@ from paceline.layout import Layout
 MOST_RANKS_ON_A_MACHINE = 1024
 _BATCH_KEYS = ("global_batch", "per_device_batch", "accumulate", "microbatch")
 _RANK_KEYS: tuple[Path, ...] = (("layout",), ("launch", "nproc"))
+
+_EXTRAS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "comet": "comet_ml"}
+"""The trackers that are extras, each with the module that it needs."""
 
 Problems = Iterator[tuple[Path, str]]
 
@@ -60,7 +64,8 @@ def check(
         *_batch(config, gpus),
         *(() if trying_wire else without_effect(config)),
         *_device(config, gpus),
-        *_saving(config, callees),
+        *metric_problems(config, callees.get("data", UNKNOWN)),
+        *_saving(config),
         *_credentials(config),
         *_demo_model(config),
     ]
@@ -74,34 +79,27 @@ def check(
 
 def _targets(config: Config, callees: dict[str, Callee]) -> Problems:
     """Import paths that lead nowhere, and arguments that what they lead to does not take."""
-    named: dict[Path, tuple[str, Mapping[str, Any]]] = {
-        ("model", "target"): (config.model.target, config.model.args),
-        ("data", "target"): (config.data.target, config.data.args),
-        ("optimizer", "name"): (config.optimizer.target, config.optimizer.args),
-    }
-    if config.loss is not None:
-        named["loss", "target"] = (config.loss.target, config.loss.args)
-    if config.data.val is not None:
-        named["data", "val", "target"] = (config.data.val.target, config.data.val.args)
     folders = code_folders(config)
-    for path, (target, args) in named.items():
-        section = path[:-1]
+    for named in named_targets(config, folders):
+        path, section = named.path, named.path[:-1]
         try:
-            callee = look_up(target, folders)
+            callee = look_up(named.target, folders)
         except ConfigError as error:
             yield path, f"{'.'.join(path)}: {error}"
             continue
         callees[".".join(section)] = callee
-        given: set[str] = set()
+        given = set(named.given)
         if section == ("optimizer",):
             # The parameters come first, whatever the optimizer calls them.
             given = {*(callee.accepts or ())[:1], *callee.needs[:1], "lr", "weight_decay"}
             yield from _optimizer_arguments(config, callee)
-        # A loss function gets the model's output and the target at every step.
-        later = section == ("loss",) and callee.kind == "function"
-        for argument, text in argument_problems(callee, args, given=given, all_needed=not later):
+        # A loss function, say, gets the model's output and the target at every step.
+        later = named.calls_function_later and callee.kind == "function"
+        for argument, text in argument_problems(
+            callee, named.args, given=given, all_needed=not later
+        ):
             where = (*section, "args", argument) if argument else path
-            yield where, f"{'.'.join(section)}.args: {target} {text}"
+            yield where, f"{'.'.join(section)}.args: {named.target} {text}"
 
 
 def _optimizer_arguments(config: Config, callee: Callee) -> Problems:
@@ -132,7 +130,10 @@ def _duration(config: Config) -> Problems:
             f"train.steps={steps} and train.epochs={epochs} are both set; set one of them to null",
         )
     if steps is None and epochs is None:
-        yield ("train", "steps"), "train.steps and train.epochs are both null; set one of them"
+        yield (
+            ("train", "steps"),
+            "train.steps and train.epochs are both null; set one of them: how long to train",
+        )
     warmup = config.schedule.warmup_steps
     if steps is not None and epochs is None and warmup >= steps:
         yield (
@@ -144,6 +145,18 @@ def _duration(config: Config) -> Problems:
 
 def _learning_rate(config: Config) -> Problems:
     schedule = config.schedule
+    if schedule.args and schedule.name in SCHEDULES:
+        yield (
+            ("schedule", "args"),
+            f"schedule.args are for torch's schedulers and import paths; schedule.name="
+            f"{schedule.name} takes warmup_steps and min_ratio",
+        )
+    if schedule.warmup_steps and schedule.name in ("OneCycleLR", "CyclicLR"):
+        yield (
+            ("schedule", "warmup_steps"),
+            f"schedule.warmup_steps={schedule.warmup_steps}: {schedule.name} rises by itself; "
+            "set it to 0",
+        )
     if schedule.lr_scaling != "none" and schedule.reference_batch is None:
         yield (
             ("schedule", "lr_scaling"),
@@ -299,22 +312,9 @@ def _device(config: Config, gpus: int) -> Problems:
         )
 
 
-def _saving(config: Config, callees: Mapping[str, Callee]) -> Problems:
+def _saving(config: Config) -> Problems:
     """Checkpoints that could never be written, and trackers that are not installed."""
     checkpoint, track = config.checkpoint, config.track
-    data = callees.get("data", UNKNOWN)
-    if checkpoint.best is not None and config.data.val is None and data.kind == "class":
-        yield (
-            ("checkpoint", "best"),
-            f"checkpoint.best={checkpoint.best!r} needs validation data: set data.val, or let "
-            "data.target be a function that returns (train, val)",
-        )
-    if checkpoint.best is not None and checkpoint.best != "loss":
-        yield (
-            ("checkpoint", "best"),
-            f"checkpoint.best={checkpoint.best!r} must be 'loss', the only metric a config has; "
-            "for others, use paceline.Trainer(metrics=…) in Python",
-        )
     if checkpoint.best is None and checkpoint.mode == "max":
         yield (
             ("checkpoint", "mode"),
@@ -345,11 +345,11 @@ def _saving(config: Config, callees: Mapping[str, Callee]) -> Problems:
             f"checkpoint.every={every} is beyond train.steps={steps} and "
             "checkpoint.save_at_end=false: nothing would be saved",
         )
-    for name in ("tensorboard", "mlflow"):
-        if getattr(track, name) and importlib.util.find_spec(name) is None:
+    for name, module in _EXTRAS.items():
+        if getattr(track, name) and importlib.util.find_spec(module) is None:
             yield (
                 ("track", name),
-                f"track.{name}: {name} is not installed; pip install 'paceline[{name}]'",
+                f"track.{name}: {module} is not installed; pip install 'paceline[{name}]'",
             )
     yield from _run_dir(track.run_dir)
 
@@ -359,12 +359,9 @@ def _credentials(config: Config) -> Problems:
     named: list[tuple[Path, str]] = [
         *((("checkpoint", "storage"), found) for found in references(config.checkpoint.storage)),
     ]
-    for section in ("model", "data", "optimizer", "loss"):
-        args = getattr(getattr(config, section), "args", {})
-        named += [((section, "args"), found) for found in references(args, everywhere=False)]
-    if config.data.val is not None:
-        found_in_val = references(config.data.val.args, everywhere=False)
-        named += [(("data", "val", "args"), found) for found in found_in_val]
+    for target in named_targets(config):
+        found_in = references(target.args, everywhere=False)
+        named += [((*target.path[:-1], "args"), found) for found in found_in]
     uri = config.track.mlflow.uri if config.track.mlflow else None
     if uri is not None and uri.startswith("env:"):
         named.append((("track", "mlflow", "uri"), uri))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from paceline.config.modules import module_file
+from paceline.config.named_targets import named_targets
 from paceline.config.schema import Config
 
 
@@ -40,18 +41,11 @@ def code_notes(config: Config) -> list[str]:
     ]
 
 
-def targets(config: Config) -> list[str]:
-    """Every import path that ``config`` names."""
-    named = [config.model.target, config.data.target, config.optimizer.target]
-    named += [config.loss.target] if config.loss is not None else []
-    return [*named, *([config.data.val.target] if config.data.val is not None else [])]
-
-
 def _own_modules(config: Config) -> Iterator[tuple[str, list[str]]]:
     """Modules that are not installed, each with the folders that have one of its name."""
     folders = code_folders(config)
     for name in dict.fromkeys(
-        target.partition(":")[0].partition(".")[0] for target in targets(config)
+        named.target.partition(":")[0].partition(".")[0] for named in named_targets(config, folders)
     ):
         having = [folder for folder in folders if module_file(name, folder) is not None]
         if having:

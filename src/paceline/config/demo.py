@@ -27,3 +27,9 @@ GLOBAL_BATCH: Final = 32
 STEPS: Final = 250
 CLIP_NORM: Final = 1.0
 CHECKPOINT_EVERY: Final = 100
+
+INSTEAD: Final[dict[str, dict[str, Any]]] = {
+    "schedule": {"name": "constant", "warmup_steps": 0, "min_ratio": 0.0},
+    "train": {"steps": None, "clip_norm": None},
+}
+"""What stands for the demo's numbers in a config with a model or data of its own."""

@@ -34,6 +34,40 @@ OPTIMIZERS: dict[str, str] = {
 }
 """The optimizers that have a short name, and where each one lives."""
 
+_RATES = {
+    "adadelta": 1.0,
+    "adafactor": 1e-2,
+    "adagrad": 1e-2,
+    "adamax": 2e-3,
+    "nadam": 2e-3,
+    "rmsprop": 1e-2,
+}
+
+SCHEDULES = ("constant", "linear", "cosine")
+"""The shapes of the learning rate that are Paceline's own."""
+
+TORCH_SCHEDULERS = (
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+    "ExponentialLR",
+    "LinearLR",
+    "MultiStepLR",
+    "OneCycleLR",
+    "PolynomialLR",
+    "StepLR",
+)
+"""The schedulers of torch that a config can describe, by the names of their classes."""
+
+_SAME_SCHEDULE = {"cosine_annealing": "cosine", "constant_with_warmup": "constant"}
+_LONGEST_TAG = 60
+
+
+def default_lr(optimizer: Any) -> float:
+    """The learning rate that torch gives an optimizer of this name where nobody names one."""
+    return _RATES.get(optimizer, 1e-3) if isinstance(optimizer, str) else 1e-3
+
 
 def _import_path(value: str) -> str:
     if _IMPORT_PATH.fullmatch(value):
@@ -58,6 +92,54 @@ def _optimizer_name(value: str) -> str:
         f"{value!r} is neither one of {', '.join(OPTIMIZERS)} nor an import path like "
         f"'package.module:Name'{hint}"
     )
+
+
+def _schedule_name(value: str) -> str:
+    if value in SCHEDULES or value in TORCH_SCHEDULERS or _IMPORT_PATH.fullmatch(value):
+        return value
+    if value == "ReduceLROnPlateau":
+        raise ValueError(
+            "ReduceLROnPlateau waits for a metric, which a schedule is not given; step it from a "
+            "callback's on_evaluate, or use another schedule"
+        )
+    known = {name.lower(): name for name in (*SCHEDULES, *TORCH_SCHEDULERS)}
+    near = difflib.get_close_matches(value.lower(), known, n=1)
+    meant = _SAME_SCHEDULE.get(value.lower()) or (known[near[0]] if near else None)
+    raise ValueError(
+        f"{value!r} is neither one of {', '.join(SCHEDULES)}, nor one of torch's "
+        f"({', '.join(TORCH_SCHEDULERS)}), nor an import path like 'package.module:Name'"
+        + (f"; did you mean {meant!r}?" if meant else "")
+    )
+
+
+def _metric(value: str) -> str:
+    if _IMPORT_PATH.fullmatch(value) or re.fullmatch(r"[A-Z]\w*", value):
+        return value
+    try:
+        return _import_path(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, nor the name of a metric of torchmetrics") from None
+
+
+def _metrics(value: dict[str, Any]) -> dict[str, Any]:
+    for name in value:
+        if name == "loss":
+            raise ValueError("the name 'loss' is taken by the loss itself")
+        if not name.strip() or not name.isprintable():
+            raise ValueError(f"{name!r} cannot name a metric")
+    return value
+
+
+def check_tag(value: str) -> str:
+    """A word by which runs are found again."""
+    if len(value) > _LONGEST_TAG:
+        raise ValueError(f"has {len(value)} characters; a tag has at most {_LONGEST_TAG}")
+    if not re.fullmatch(r"[\w][\w.:/=+-]*", value):
+        raise ValueError(
+            f"{value!r} cannot be a tag; use letters, digits and any of . _ - : / = +, starting "
+            "with a letter or a digit"
+        )
+    return value
 
 
 def _layout(value: str) -> str:
@@ -159,6 +241,9 @@ def _checkpoint_url(value: str) -> str:
 
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 OptimizerName = Annotated[str, AfterValidator(_optimizer_name)]
+ScheduleName = Annotated[str, AfterValidator(_schedule_name)]
+MetricPath = Annotated[str, AfterValidator(_metric)]
+Tag = Annotated[str, AfterValidator(check_tag)]
 LayoutText = Annotated[str, AfterValidator(_layout)]
 Nodes = Annotated[int | str, AfterValidator(_nodes)]
 RunName = Annotated[str, AfterValidator(_name)]
@@ -167,6 +252,7 @@ StorageOptions = Annotated[dict[str, Any], AfterValidator(_plain), AfterValidato
 CheckpointURL = Annotated[str, AfterValidator(_checkpoint_url)]
 TrackingURI = Annotated[str, AfterValidator(_tracking_uri)]
 Positive = Annotated[int, Field(ge=1)]
+MetricNames = AfterValidator(_metrics)
 
 
 def args_of_default(data: Any, chooser: str, args: dict[str, Any]) -> Any:

@@ -39,10 +39,20 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
     """The class of the section that a field holds, or ``None`` for a plain value."""
+    if typing.get_origin(info.annotation) in (dict, list):
+        return None
     for kind in (info.annotation, *typing.get_args(info.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
+
+
+def item_section_of(info: FieldInfo) -> type[BaseModel] | None:
+    """The class of the sections that a list or a mapping of them holds, else ``None``."""
+    if typing.get_origin(info.annotation) not in (dict, list):
+        return None
+    kind = typing.get_args(info.annotation)[-1]
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _tree(section: type[BaseModel], path: Path) -> Iterable[tuple[Path, FieldInfo]]:
@@ -50,15 +60,30 @@ def _tree(section: type[BaseModel], path: Path) -> Iterable[tuple[Path, FieldInf
         yield (*path, name), info
         if (inner := section_of(info)) is not None:
             yield from _tree(inner, (*path, name))
+        elif (item := item_section_of(info)) is not None:
+            yield from _tree(item, (*path, name, ANY))
 
+
+ANY = "*"
+"""Stands for each item of a list or mapping of sections: ``metrics.*.target``."""
 
 FIELDS: dict[Path, FieldInfo] = dict(_tree(Config, ()))
 """Every key of the schema, sections included, by its path."""
 
+_CONTAINERS = [path for path, info in FIELDS.items() if item_section_of(info) is not None]
+
+
+def declared_path(path: Path) -> Path:
+    """``path`` as ``FIELDS`` has it: ``metrics.f1.target`` is ``metrics.*.target``."""
+    for container in _CONTAINERS:
+        if path[: len(container)] == container and len(path) > len(container):
+            return (*container, ANY, *path[len(container) + 1 :])
+    return path
+
 
 def is_free(path: Path) -> bool:
     """Whether ``path`` is a mapping of arguments, whose keys are the user's own."""
-    return path[-1] == "args" and path in FIELDS
+    return path[-1] == "args" and declared_path(path) in FIELDS
 
 
 def is_secret(path: Path) -> bool:
@@ -69,6 +94,7 @@ def is_secret(path: Path) -> bool:
 
 def keys_of(path: Path) -> list[str]:
     """The names that may stand directly below ``path``."""
+    path = declared_path(path)
     return [found[-1] for found in FIELDS if len(found) == len(path) + 1 and found[:-1] == path]
 
 
@@ -90,10 +116,11 @@ def suggest(section: Path, key: str) -> Path | None:
         return (*section, near)
     if word in ELSEWHERE:
         return tuple(ELSEWHERE[word].split("."))
-    elsewhere = [path for path in FIELDS if path[-1] == word and not section_of(FIELDS[path])]
+    plain = [path for path in FIELDS if ANY not in path]
+    elsewhere = [path for path in plain if path[-1] == word and not section_of(FIELDS[path])]
     if elsewhere:
         return elsewhere[0]
-    leaves = {path[-1]: path for path in reversed(FIELDS)}
+    leaves = {path[-1]: path for path in reversed(plain)}
     near = nearest(word, leaves, cutoff=0.8) or nearest(word, ELSEWHERE, cutoff=0.85)
     if near is None:
         return None

@@ -97,7 +97,16 @@ def json_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "Paceline config"
     # true and false are short for "with its defaults" and "not at all".
-    schema["$defs"]["Track"]["properties"]["mlflow"]["anyOf"].append({"type": "boolean"})
+    track = schema["$defs"]["Track"]["properties"]
+    for switched in (*(track[name] for name in ("mlflow", "wandb", "comet")),
+                     schema["properties"]["early_stopping"]):  # fmt: skip
+        switched["anyOf"].append({"type": "boolean"})
+    for items in (
+        schema["properties"]["metrics"]["additionalProperties"],
+        schema["properties"]["callbacks"]["items"],
+        track["trackers"]["items"],
+    ):
+        items["anyOf"] = [{"$ref": items.pop("$ref")}, {"type": "string"}]
     for name, kind in (("compress", "string"), ("local_steps", "integer")):  # short forms, too
         section = schema["properties"][name]
         section["anyOf"] = [{"$ref": section.pop("$ref")}, {"type": kind}]

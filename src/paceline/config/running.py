@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 import paceline.config.demo as demo
 from paceline.config.fields import CheckpointURL, Nodes, Positive, StorageOptions, TrackingURI
-from paceline.config.sections import Section, keys_of
+from paceline.config.sections import Section, keys_of, switch
+from paceline.config.target_sections import TrackerTarget
 from paceline.credentials import Secret
 from paceline.options import Checkpointing, TrainerOptions
 
@@ -138,9 +139,31 @@ class Mlflow(Section):
     experiment: str = Field(default="paceline", min_length=1, description="Experiment name.")
 
 
-def _mlflow(value: Any) -> Any:
-    """``true`` is MLflow with its defaults, ``false`` is none."""
-    return ({} if value else None) if isinstance(value, bool) else value
+class Wandb(Section):
+    """Where Weights & Biases keeps the run. The key is WANDB_API_KEY, or that of wandb login."""
+
+    project: str = Field(default="paceline", min_length=1, description="Project name.")
+    entity: str | None = Field(
+        default=None, min_length=1, description="User or team; null: your default one."
+    )
+    mode: Literal["online", "offline"] = Field(
+        default="online",
+        description="offline: write files into the run's folder, for wandb sync to send later.",
+    )
+
+
+class Comet(Section):
+    """Where Comet keeps the run. The key is COMET_API_KEY, or that of comet login."""
+
+    project: str = Field(default="paceline", min_length=1, description="Project name.")
+    workspace: str | None = Field(
+        default=None, min_length=1, description="Workspace; null: your default one."
+    )
+    mode: Literal["online", "offline"] = Field(
+        default="online",
+        description="offline: write an archive into the run's folder, for comet upload to send "
+        "later.",
+    )
 
 
 class Track(Section):
@@ -150,9 +173,20 @@ class Track(Section):
     memory: bool = _trainer("measure_memory")
     split_every: int | None = _trainer("split_every")
     tensorboard: bool = Field(default=False, description="Write TensorBoard files.")
-    mlflow: Annotated[Mlflow | None, BeforeValidator(_mlflow)] = Field(
+    mlflow: Annotated[Mlflow | None, BeforeValidator(switch)] = Field(
         default=None, description="Log to MLflow: true, or a mapping of uri and experiment."
     )
+    csv: bool = Field(
+        default=False, description="Write every number to metrics.csv in the run's folder."
+    )
+    wandb: Annotated[Wandb | None, BeforeValidator(switch)] = Field(
+        default=None,
+        description="Log to Weights & Biases: true, or a mapping of project, entity and mode.",
+    )
+    comet: Annotated[Comet | None, BeforeValidator(switch)] = Field(
+        default=None, description="Log to Comet: true, or a mapping of project, workspace and mode."
+    )
+    trackers: list[TrackerTarget] = _trainer("trackers", default=[], note="Each is an import path.")
     run_dir: str = Field(
         default="runs", min_length=1, description="Folder in which each run gets its own folder."
     )

@@ -7,18 +7,21 @@ the demo's value makes no sense beside a choice of the user's own:
 - ``loss`` is the demo's only for the demo's model, else null;
 - ``train.steps`` is null once ``train.epochs`` is given.
 
+A config with a model or data of its own inherits none of the demo's training: its learning rate is
+constant, without warmup, nothing is clipped, and it must say how long to train (``_own_training``).
+
 Nothing is coerced: ``"3"`` is not a number, ``"yes"`` is not true, and an unknown key is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, model_validator
 
 import paceline.config.demo as demo
-from paceline.config.fields import LayoutText, Positive, RunName
+from paceline.config.fields import LayoutText, MetricNames, Positive, RunName, Tag, default_lr
 from paceline.config.parallelism import (
     CompressSection,
     LocalStepsSection,
@@ -29,9 +32,18 @@ from paceline.config.parallelism import (
     TensorSection,
 )
 from paceline.config.running import Checkpoint, Hangs, Launch, Track
-from paceline.config.sections import Section, keys_of
+from paceline.config.sections import Section, keys_of, switch
 from paceline.config.sources import Sources
-from paceline.config.training import Batch, Data, Model, Optimizer, Schedule, Target, Train
+from paceline.config.target_sections import CallbackTarget, MetricTarget, Target
+from paceline.config.training import (
+    Batch,
+    Data,
+    EarlyStoppingSection,
+    Model,
+    Optimizer,
+    Schedule,
+    Train,
+)
 from paceline.options import EngineOptions, TrainerOptions
 from paceline.options.declare import declared
 
@@ -42,6 +54,9 @@ class Config(Section):
     """A whole run. ``Config()`` is the demo."""
 
     name: RunName = Field(default="run", description="Name of the run and of its folder.")
+    tags: list[Tag] = Field(
+        default=[], description="Words by which runs are found: paceline runs --tag WORD."
+    )
     seed: int = _trainer("seed", le=2**32 - 1)
     code: list[str] | None = Field(
         default=None,
@@ -54,11 +69,22 @@ class Config(Section):
         description="A function loss(output, target), or a class to build one. null: the model "
         "returns its own loss. Left out: the demo's loss for the demo's model, else null.",
     )
+    metrics: Annotated[dict[str, MetricTarget], MetricNames] = _trainer(
+        "metrics", default={}, note="Each is an import path or a name of torchmetrics."
+    )
     data: Data = Field(default=Data(), description="The data to train and to validate on.")
     optimizer: Optimizer = Field(default=Optimizer(), description="How parameters are updated.")
     schedule: Schedule = Field(default=Schedule(), description="The learning rate over the run.")
     batch: Batch = Field(default=Batch(), description="Samples per step and per forward pass.")
     train: Train = Field(default=Train(), description="How long to train, when to evaluate.")
+    early_stopping: Annotated[EarlyStoppingSection | None, BeforeValidator(switch)] = Field(
+        default=None,
+        description="End a run whose metric no longer improves: true, or a mapping of metric, "
+        "patience, mode and min_delta.",
+    )
+    callbacks: list[CallbackTarget] = _trainer(
+        "callbacks", default=[], note="Each is an import path."
+    )
     layout: LayoutText = _engine("layout")
     sharding: ShardingSection = _engine("sharding", default=ShardingSection())
     tensor: TensorSection = _engine("tensor", default=TensorSection())
@@ -97,14 +123,41 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _loss_of_default_model(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or "loss" in data:
+    def _defaults_that_depend(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
             return data
-        model = data.get("model")
-        target = model.get("target", demo.MODEL) if isinstance(model, Mapping) else demo.MODEL
-        if isinstance(model, Model):
-            target = model.target
-        return data if target == demo.MODEL else {**data, "loss": None}
+        model = _target(data.get("model"), demo.MODEL)
+        if model != demo.MODEL and "loss" not in data:
+            data = {**data, "loss": None}
+        if model != demo.MODEL or _target(data.get("data"), demo.DATA) != demo.DATA:
+            data = _own_training(data)
+        return data
+
+
+def _target(section: Any, default: str) -> Any:
+    """What ``section``, as written or built, names as its target."""
+    if isinstance(section, Mapping):
+        return section.get("target", default)
+    return getattr(section, "target", default)
+
+
+def _own_training(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``data`` with the defaults of a config with a model or data of its own written in.
+
+    A section that is no mapping is left for its own check.
+    """
+    optimizer = data.get("optimizer")
+    name = optimizer.get("name", "adamw") if isinstance(optimizer, Mapping) else "adamw"
+    if isinstance(optimizer, Optimizer):
+        name = optimizer.name
+    result = dict(data)
+    for key, defaults in {**demo.INSTEAD, "optimizer": {"lr": default_lr(name)}}.items():
+        section = result.get(key, {})
+        if isinstance(section, BaseModel):
+            section = {field: getattr(section, field) for field in section.model_fields_set}
+        if isinstance(section, Mapping):
+            result[key] = {**defaults, **section}
+    return result
 
 
 def _at(config: Config, key: str | None) -> Any:

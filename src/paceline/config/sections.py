@@ -55,6 +55,11 @@ def keys_of(owner: type) -> Callable[..., Any]:
     return key
 
 
+def switch(value: Any) -> Any:
+    """``true`` is a section with its defaults, ``false`` is none."""
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
 def limits(owner: type, name: str) -> Any:
     """The bounds of an option, for the number among the several kinds of value it may have."""
     return Field(**_bounds(declared(owner)[name]))

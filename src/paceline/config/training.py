@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -14,21 +14,16 @@ from paceline.config.fields import (
     ImportPath,
     OptimizerName,
     Positive,
+    ScheduleName,
     args_of_default,
 )
 from paceline.config.sections import Section, keys_of
+from paceline.config.target_sections import CollateTarget, Target
 from paceline.layout.batch import BatchSizes
 from paceline.options import DataOptions, EngineOptions, Evaluation, TrainerOptions
 
 _engine, _trainer = keys_of(EngineOptions), keys_of(TrainerOptions)
 _data, _evaluation = keys_of(DataOptions), keys_of(Evaluation)
-
-
-class Target(Section):
-    """Something to import and call with keyword arguments."""
-
-    target: ImportPath = Field(description="Import path, like 'package.module:Name'.")
-    args: Args = Field(default={}, description="Keyword arguments it is called with.")
 
 
 class Model(Section):
@@ -68,6 +63,9 @@ class Data(Section):
     shuffle: bool = _data("shuffle", default=True)
     drop_last: bool = _data("drop_last")
     pin_memory: bool | None = _data("pin_memory")
+    collate_fn: CollateTarget | None = _data(
+        "collate_fn", note="The import path of a function, or of a class to build one."
+    )
     sharded_by_rank: bool = _data("sharded_by_rank")
     compare: bool = _data("compare")
 
@@ -76,10 +74,30 @@ class Data(Section):
     def _demo_args(cls, data: Any) -> Any:
         return args_of_default(data, "target", demo.DATA_ARGS)
 
-    def options(self) -> DataOptions:
-        """For the trainer. A stream keeps its own order, so that true stands for the default."""
-        given = self.model_dump(exclude={"target", "args", "val"})
-        return DataOptions(**{**given, "shuffle": None if self.shuffle else False})
+    def options(self, collate_fn: Callable[..., Any] | None = None) -> DataOptions:
+        """For the trainer, with what ``collate_fn`` names.
+
+        A stream keeps its own order, so that true stands for the default.
+        """
+        given = self.model_dump(exclude={"target", "args", "val", "collate_fn"})
+        shuffle = None if self.shuffle else False
+        return DataOptions(**{**given, "shuffle": shuffle, "collate_fn": collate_fn})
+
+
+class ParameterGroup(Section):
+    """Parameters that are updated with settings of their own."""
+
+    match: str | list[str] = Field(
+        description="A pattern of names of parameters, like 'backbone.*' or '*.bias', or a list "
+        "of them. A parameter belongs to the first group that it matches."
+    )
+    lr: float | None = Field(
+        default=None, gt=0, description="Learning rate of the group; null: optimizer.lr."
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="Weight decay of the group; null: as without the group."
+    )
+    args: Args = Field(default={}, description="Further arguments of the optimizer for this group.")
 
 
 class Optimizer(Section):
@@ -91,13 +109,24 @@ class Optimizer(Section):
         "'package.module:Name'.",
     )
     lr: float = Field(
-        default=demo.LR, gt=0, description="Learning rate, before schedule.lr_scaling."
+        default=demo.LR,
+        gt=0,
+        description="Learning rate, before schedule.lr_scaling. Left out in a config with a model "
+        "or data of its own: torch's default for the optimizer.",
     )
     weight_decay: float | None = Field(
         default=None, ge=0, description="Weight decay; null: the optimizer's own default."
     )
     args: Args = Field(
         default={}, description="Further keyword arguments, like betas: [0.9, 0.95]."
+    )
+    decay: Literal["all", "weights"] = Field(
+        default="all",
+        description="Which parameters weight decay applies to: all, or weights: none for biases, "
+        "the parameters of norms and others with fewer than two dimensions.",
+    )
+    groups: list[ParameterGroup] = Field(
+        default=[], description="Parameters with a learning rate or weight decay of their own."
     )
 
     @property
@@ -109,17 +138,29 @@ class Optimizer(Section):
 class Schedule(Section):
     """How the learning rate goes over the run, and how it follows the batch size."""
 
-    name: Literal["constant", "linear", "cosine"] = Field(
-        default="cosine", description="The shape after warmup, down to min_ratio at the end."
+    name: ScheduleName = Field(
+        default="cosine",
+        description="The shape after warmup: constant, or linear or cosine down to min_ratio at "
+        "the end; or one of torch's, like StepLR; or an import path of a scheduler class or of a "
+        "function from the step to a factor. Left out in a config with a model or data of its own: "
+        "constant.",
+    )
+    args: Args = Field(
+        default={},
+        description="Keyword arguments of one of torch's schedulers, or of an import path.",
     )
     warmup_steps: int = Field(
-        default=demo.WARMUP_STEPS, ge=0, description="Steps of linear rise to the full rate."
+        default=demo.WARMUP_STEPS,
+        ge=0,
+        description="Steps of linear rise to the full rate. "
+        "Left out in a config with a model or data of its own: 0.",
     )
     min_ratio: float = Field(
         default=demo.MIN_RATIO,
         ge=0,
         le=1,
-        description="Learning rate at the end as a fraction of the full one (linear, cosine).",
+        description="Learning rate at the end as a fraction of the full one (linear, cosine). Left "
+        "out in a config with a model or data of its own: 0.",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         default="none",
@@ -171,14 +212,20 @@ class Train(Section):
     """How long to train, when to evaluate, and what to do with odd gradients."""
 
     steps: Positive | None = Field(
-        default=demo.STEPS, description="Optimizer steps to train for; give this or epochs."
+        default=demo.STEPS,
+        description="Optimizer steps to train for; give this or epochs. A config with a model or "
+        "data of its own must name one of them.",
     )
     epochs: Positive | None = Field(
         default=None, description="Passes over the training data; give this or steps."
     )
     eval_every: int | None = _evaluation("every")
     eval_batches: int | None = _evaluation("batches")
-    clip_norm: float | None = _engine("clip_norm", default=demo.CLIP_NORM)
+    clip_norm: float | None = _engine(
+        "clip_norm",
+        default=demo.CLIP_NORM,
+        note="Left out in a config with a model or data of its own: null.",
+    )
     clip_value: float | None = _engine("clip_value")
     nonfinite: Literal["stop", "skip", "ignore"] = _engine("nonfinite")
     sync_batchnorm: bool = _engine("sync_batchnorm")
@@ -193,3 +240,18 @@ class Train(Section):
     def evaluation(self) -> Evaluation:
         """For the trainer."""
         return Evaluation(every=self.eval_every, batches=self.eval_batches)
+
+
+class EarlyStoppingSection(Section):
+    """When a run that no longer improves is ended; see paceline.EarlyStopping."""
+
+    metric: str = Field(default="loss", min_length=1, description="The validation metric to watch.")
+    patience: Positive = Field(
+        default=3, description="Evaluations in a row without improvement that end the run."
+    )
+    mode: Literal["min", "max"] | None = Field(
+        default=None, description="Which way is better; null: min, for a loss."
+    )
+    min_delta: float = Field(
+        default=0.0, ge=0, description="A change of this or less is no improvement."
+    )

@@ -9,13 +9,24 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.config.keys import FIELDS, is_free, keys_of, section_of, suggest, unknown_key
+from paceline.config.keys import (
+    FIELDS,
+    declared_path,
+    is_free,
+    keys_of,
+    section_of,
+    suggest,
+    unknown_key,
+)
 from paceline.config.schema import Config
 from paceline.config.sources import MOST_MESSAGES, Path, Sources
 from paceline.config.values import choice_meant, expected, found
 
 _SHORT_FORMS: dict[Path, str] = {
     ("track", "mlflow"): "true, false",
+    ("track", "wandb"): "true, false",
+    ("track", "comet"): "true, false",
+    ("early_stopping",): "true, false",
     ("compress",): "a format such as int8",
     ("local_steps",): "a number of steps such as 50",
 }
@@ -69,7 +80,7 @@ def explain(error: ValidationError) -> list[tuple[Path, str]]:
 def _explain_one(detail: ErrorDetails) -> tuple[Path, str]:
     # Members of a union add their own name to the end of the location: keep what is a key.
     path = tuple(str(part) for part in detail["loc"])
-    while path and path not in FIELDS and detail["type"] != "extra_forbidden":
+    while path and not _is_key(path) and detail["type"] != "extra_forbidden":
         path = path[:-1]
     dotted = ".".join(path)
     match detail["type"]:
@@ -80,8 +91,10 @@ def _explain_one(detail: ErrorDetails) -> tuple[Path, str]:
         case "value_error":
             text = str(detail["ctx"]["error"])
             return path, text if path == ("layout",) else f"{dotted}: {text}"
-    info = FIELDS[path]
     value = detail["input"]
+    if (info := FIELDS.get(declared_path(path))) is None:  # an item of several
+        keys = ", ".join(keys_of(path))
+        return path, f"{dotted} must be a mapping with keys among {keys}; got {found(value)}"
     meant = choice_meant(info, value)
     hint = f"; did you mean {meant!r}?" if meant else ""
     if value is None and (section_of(info) or is_free(path)):
@@ -91,12 +104,17 @@ def _explain_one(detail: ErrorDetails) -> tuple[Path, str]:
     return path, f"{dotted} must be {_takes(path)}; got {got}{hint}"
 
 
+def _is_key(path: Path) -> bool:
+    """Whether ``path`` is a key of the schema, or an item of several sections."""
+    return declared_path(path) in FIELDS or bool(keys_of(path))
+
+
 def _takes(path: Path) -> str:
     if path in _SHORT_FORMS:
         return f"{_SHORT_FORMS[path]}, or a mapping with keys among {', '.join(keys_of(path))}"
     if path[-1] == "target":
         return "an import path like 'package.module:Name'"
-    return expected(FIELDS[path])
+    return expected(FIELDS[declared_path(path)])
 
 
 def _without_unknown(

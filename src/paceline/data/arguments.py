@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,19 @@ def check_sharded(sharded_by_rank: bool, fixed: tuple[int, int] | None, drop_las
             "is short, and all that is left of the others would be dropped. Leave drop_last out: "
             "ranks whose stream has ended get empty batches until all have."
         )
+
+
+def import_function(name: str) -> Callable[..., Any]:
+    """The function or class that the import path ``name`` leads to."""
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(
+            f"cannot import {name!r}: {error}. Give an import path like 'package.module:name'."
+        ) from error
+    if not callable(found):
+        raise DataError(f"{name!r} is a {type(found).__name__}, but must be a function or a class.")
+    return found
 
 
 def length_of(value: Any) -> int | None:

@@ -15,7 +15,8 @@ from paceline.data.loader import Loader
 from paceline.data.map_dataset import OrderSource
 from paceline.data.rank_sharded_stream import RankStreamSource
 from paceline.data.sample_source import Fetching, SampleSource
-from paceline.data.shuffle_order import Order
+from paceline.data.sharded_dataset import is_presharded, of_presharded
+from paceline.data.shuffle_order import order_of
 from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.world import World
@@ -36,6 +37,8 @@ def source_of(
     sharded_by_rank: bool,
 ) -> SampleSource:
     """What a loader over ``dataset`` reads from; ``DataError`` where the arguments clash."""
+    if streamed and is_presharded(dataset) and not sharded_by_rank:
+        dataset, streamed = of_presharded(dataset), False
     if streamed:
         if shuffle:
             raise DataError(
@@ -48,10 +51,9 @@ def source_of(
         return StreamSource(dataset, cut, fetching, seed)
     if sharded_by_rank:
         raise DataError(NOT_A_STREAM)
-    n = len(dataset)
-    if n == 0:
+    if len(dataset) == 0:
         raise DataError(f"the dataset ({type(dataset).__name__}) is empty: there is no sample.")
-    return OrderSource(dataset, Order(n, seed, shuffle is not False), cut, fetching)
+    return OrderSource(dataset, order_of(dataset, seed, shuffle is not False), cut, fetching)
 
 
 def is_stream(dataset: Any) -> bool:

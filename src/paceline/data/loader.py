@@ -186,6 +186,16 @@ class Loader:
         return math.ceil(math.ceil(total / self._source.cut.size) / most)
 
     @property
+    def drops_last(self) -> bool:
+        """Whether a last batch that is short of ``global_batch`` is left out."""
+        return self._sharing.drop_last
+
+    @property
+    def is_sharded_by_rank(self) -> bool:
+        """Whether each data-parallel rank reads a stream of its own: there is no common order."""
+        return isinstance(self._source, RankStreamSource)
+
+    @property
     def layout(self) -> Layout | None:
         """The layout that batches are shared out for; ``None`` with a ``rank`` and ``size``."""
         self._ready()

@@ -245,8 +245,7 @@ class OrderSource(MapSource):
 
     def probes(self, epoch: int) -> tuple[int, ...]:
         """Others each epoch, so that what changes with the epoch is seen."""
-        spread = {seed_for(self.seed, epoch, place, 2) % self.order.n for place in range(_PROBES)}
-        return tuple(sorted(spread))
+        return tuple(self.order.probes(epoch, _PROBES))
 
     def requests(self, place: LoaderPosition) -> Iterator[BatchRequest]:
         """The plan from ``place`` to the end of its epoch."""
@@ -293,11 +292,7 @@ class OrderSource(MapSource):
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a position to mean the same sample."""
-        return {
-            "samples_per_epoch": self.order.n,
-            "seed": self.order.seed,
-            "shuffle": self.order.shuffle,
-        }
+        return self.order.identity()
 
     def save(self, place: LoaderPosition) -> dict[str, Any]:
         """One integer says it all."""

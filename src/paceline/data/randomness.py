@@ -44,12 +44,12 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def isolated() -> Iterator[None]:
+def isolated(*, in_workers: bool = False) -> Iterator[None]:
     """Leave the caller's generators as they were, whatever is drawn or seeded inside.
 
-    A loader worker has no caller to protect: there nothing is saved.
+    A loader worker has no caller to protect: there nothing is saved, unless ``in_workers``.
     """
-    if get_worker_info() is not None:
+    if get_worker_info() is not None and not in_workers:
         yield
         return
     torch_state = torch.default_generator.get_state()

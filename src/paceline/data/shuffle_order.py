@@ -17,9 +17,11 @@ next sample. All arithmetic stays within 63 bits, so nothing depends on how inte
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from paceline.data.randomness import seed_for
 from paceline.errors import DataError
 
 MAX_SAMPLES = 2**62
@@ -60,7 +62,7 @@ class Order:
             raise DataError(f"Order: epoch={epoch!r} must be a whole number, 0 or more.")
         if not self.shuffle:
             return positions.clone()
-        keys = _round_keys(self.n, self.seed, epoch)
+        keys = round_keys(self.n, self.seed, epoch)
         if self.n <= _SMALL:
             return self._sorted(keys)[positions]
         values = self._network(positions, keys)
@@ -70,6 +72,14 @@ class Order:
                 return values
             values[outside] = self._network(values[outside], keys)
 
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a position to mean the same sample: by name, for a state."""
+        return {"samples_per_epoch": self.n, "seed": self.seed, "shuffle": self.shuffle}
+
+    def probes(self, epoch: int, count: int) -> list[int]:
+        """``count`` positions whose samples ranks compare; others each epoch."""
+        return sorted({seed_for(self.seed, epoch, at, 2) % self.n for at in range(count)})
+
     def _sorted(self, keys: list[int]) -> torch.Tensor:
         """A small permutation at one go: sort the indices by their keyed hash.
 
@@ -77,7 +87,7 @@ class Order:
         """
         hashed = torch.arange(self.n, dtype=torch.int64)
         for turn in range(0, 6, 2):
-            hashed = _hash(hashed, keys[turn], keys[turn + 1])
+            hashed = keyed_hash(hashed, keys[turn], keys[turn + 1])
         return hashed.argsort()
 
     def _network(self, positions: torch.Tensor, keys: list[int]) -> torch.Tensor:
@@ -85,22 +95,37 @@ class Order:
         right = positions & ((1 << self._right_bits) - 1)
         for turn in range(0, 2 * _ROUNDS, 4):
             # Multiply and shift maps 32 hashed bits evenly onto 0 … left_size-1.
-            shift = (_hash(right, keys[turn], keys[turn + 1]) * self._left_size) >> 32
+            shift = (keyed_hash(right, keys[turn], keys[turn + 1]) * self._left_size) >> 32
             left = (left + shift) % self._left_size
-            flips = _hash(left, keys[turn + 2], keys[turn + 3]) >> (32 - self._right_bits)
+            flips = keyed_hash(left, keys[turn + 2], keys[turn + 3]) >> (32 - self._right_bits)
             right = right ^ flips
         return (left << self._right_bits) | right
 
 
-def _round_keys(n: int, seed: int, epoch: int) -> list[int]:
+@runtime_checkable
+class HasOrder(Protocol):
+    """A dataset that says itself in which order its samples are best read."""
+
+    def paceline_order(self, seed: int, shuffle: bool) -> Order:
+        """The order of its samples by ``seed``; without ``shuffle``, from the first to the last."""
+
+
+def order_of(dataset: Any, seed: int, shuffle: bool) -> Order:
+    """The order in which the samples of a map-style ``dataset`` are read."""
+    if isinstance(dataset, HasOrder):
+        return dataset.paceline_order(seed, shuffle)
+    return Order(len(dataset), seed, shuffle)
+
+
+def round_keys(n: int, seed: int, epoch: int) -> list[int]:
     """Two 32-bit keys a round; with n among them, so that a set and its subset differ in order."""
     text = f"paceline order {n} {seed} {epoch}"
     digest = blake2b(text.encode(), digest_size=8 * _ROUNDS).digest()
     return [int.from_bytes(digest[at : at + 4], "little") for at in range(0, len(digest), 4)]
 
 
-def _hash(values: torch.Tensor, first_key: int, second_key: int) -> torch.Tensor:
-    """A keyed one-to-one hash of 32-bit values."""
+def keyed_hash(values: Any, first_key: Any, second_key: Any) -> Any:
+    """A keyed one-to-one hash of 32-bit values, in int64 tensors or arrays."""
     values = values ^ first_key
     values = values ^ (values >> 15)
     values = (values * _MULTIPLIERS[0]) & _MASK

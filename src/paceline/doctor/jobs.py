@@ -102,7 +102,8 @@ def model_size(*, config: str) -> dict[str, Any]:
     from pathlib import Path
 
     from paceline.config import load
-    from paceline.trainer.run import make_model, make_optimizer
+    from paceline.trainer.config_parts import make_optimizer
+    from paceline.trainer.run import make_model
 
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
         path = Path(folder) / "config.yaml"

@@ -23,11 +23,17 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 LRSchedule = Callable[[int], float] | LRScheduler
 
 
-def check_arguments(model: Any, loss: Any, optimizer: Any, world: Any = None) -> None:
-    """Refuse arguments that are not of the kind that ``Engine`` takes."""
+def check_arguments(
+    model: Any, loss: Any, optimizer: Any, world: Any = None, *, may_only_predict: bool = False
+) -> None:
+    """Refuse arguments that are not of the kind that ``Engine`` takes.
+
+    ``may_only_predict``: without an optimizer nothing is trained, and none is missing.
+    """
     check_model(model)
     check_loss(loss)
-    check_optimizer_kind(optimizer)
+    if optimizer is not None or not may_only_predict:
+        check_optimizer_kind(optimizer)
     if world is not None and not isinstance(world, World):
         raise TrainingError(
             f"world={shown(world)} must be a paceline.World. Leave it out for the world that this "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -51,7 +53,7 @@ _SAME_ON_ALL_RANKS = (
 def build(
     model: nn.Module,
     loss: LossFunction | None,
-    optimizer: Optimizer | OptimizerFactory,
+    optimizer: Optimizer | OptimizerFactory | None,
     options: EngineOptions,
     layout: Layout,
     world: World,
@@ -126,7 +128,16 @@ def _shared(options: EngineOptions, layout: Layout) -> dict[str, Any]:
     return {"layout": str(layout)} | shared
 
 
-def _made(optimizer: Optimizer | OptimizerFactory, model: nn.Module) -> Optimizer:
+class NoOptimizer(torch.optim.SGD):
+    """Stands where no optimizer was given: it keeps no state, and changes nothing."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.0)
+
+
+def _made(optimizer: Optimizer | OptimizerFactory | None, model: nn.Module) -> Optimizer:
+    if optimizer is None:
+        return NoOptimizer(model.parameters())
     if not isinstance(optimizer, Optimizer) and callable(optimizer):
         optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
     check_optimizer(optimizer, model)

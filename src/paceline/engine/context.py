@@ -43,5 +43,7 @@ class StepContext:
     clip_value: float | None = None
     observer: Callable[[], None] | None = None
     """Called each step with the finished gradients in place, before clipping and the update."""
+    is_evaluating: bool = False
+    """Whether the model is in evaluation mode, by ``paceline.Engine.evaluating``."""
     clock: StepClock | None = None
     """Set by whoever wants to know where the time of the next steps goes; see step_timing.py."""

@@ -15,17 +15,25 @@ from torch.optim import Optimizer
 from paceline.data.make_loader import loader
 from paceline.deprecation import warn_of_old_name
 from paceline.engine.arguments import LRSchedule, OptimizerFactory, check_arguments
-from paceline.engine.build import build
+from paceline.engine.build import NoOptimizer, build
 from paceline.engine.checks import check_model_and_options, rules_on_frozen
-from paceline.engine.evaluation import Evaluated, evaluate_batch, evaluation_mode
+from paceline.engine.evaluation import (
+    Evaluated,
+    evaluate_batch,
+    evaluation_mode,
+    predict_share,
+)
 from paceline.engine.initial_weights import check_not_spread
 from paceline.engine.internals import HasInternals
-from paceline.engine.loss import LossFunction
+from paceline.engine.loss import LossFunction, Prediction
 from paceline.engine.memory import Memory
+from paceline.engine.predicted_rows import Rows, Take
 from paceline.engine.rank_state import RankStates
 from paceline.engine.result import StepResult
 from paceline.engine.step import run_step
+from paceline.errors import TrainingError
 from paceline.layout import Coordinate, Layout
+from paceline.log_values import Reduce, check_logged, current, log
 from paceline.options import (
     Compression,
     EngineOptions,
@@ -52,6 +60,7 @@ class Engine(HasInternals):
     Args:
         model: the model; it is spread over the ranks in place.
         optimizer: an optimizer over the model's parameters, or a function that makes one from them.
+            An engine without one evaluates and predicts, and does not train.
         loss: called as ``loss(output, target)``, it returns a mean over samples, or a pair
             ``(sum, count)``. Leave it out for a model that returns its own loss.
         world: the world to train in; by default the one this process was launched into.
@@ -102,7 +111,7 @@ class Engine(HasInternals):
         self,
         model: nn.Module,
         *,
-        optimizer: Optimizer | OptimizerFactory,
+        optimizer: Optimizer | OptimizerFactory | None = None,
         loss: LossFunction | None = None,
         world: World | None = None,
         layout: str | Layout = "auto",
@@ -131,7 +140,7 @@ class Engine(HasInternals):
         **unknown: Never,
     ) -> None:
         refuse_unknown(Engine, unknown, beside=loader)
-        check_arguments(model, loss, optimizer, world)
+        check_arguments(model, loss, optimizer, world, may_only_predict=True)
         self.options = EngineOptions.of(
             layout=layout,
             microbatch=microbatch,
@@ -184,6 +193,11 @@ class Engine(HasInternals):
 
         Every rank must call it. The share may hold fewer samples than another rank's, or none.
         """
+        if isinstance(self.optimizer, NoOptimizer):
+            raise TrainingError(
+                "step: this engine was made without an optimizer, to evaluate and predict. Pass "
+                "optimizer= to train, such as torch.optim.AdamW(model.parameters())."
+            )
         return run_step(self._context, batch)
 
     @property
@@ -209,6 +223,7 @@ class Engine(HasInternals):
         local steps it waits until all replicas are through with the step; every rank must call it.
         """
         self._context.nonfinite.settle()
+        self._context.microbatches.logs.settle()
         self._sync.settle()
 
     @property
@@ -239,6 +254,58 @@ class Engine(HasInternals):
         gets the results, and the others none.
         """
         return evaluate_batch(self._context, batch)
+
+    def predict(
+        self,
+        batch: Any,
+        *,
+        take: Take = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+    ) -> Rows | None:
+        """The model's outputs for ``batch``, this rank's share: a row for each sample, in order.
+
+            with engine.evaluating():  # once for many batches; predict enters it by itself
+                for batch in loader:
+                    logits = engine.predict(batch)
+
+        A tensor, or a dict of tensors by name where the model returns several; ``None`` where the
+        share is empty. No loss is computed and no target is needed: a batch is ``x``, ``(x,)`` or
+        ``(x, target)``, or a mapping. Every rank must call it, and ranks that share samples
+        (``tp``, ``pp``) all get the rows.
+
+        Args:
+            batch: as for ``step``, with or without a target.
+            take: what to keep of the output: the name of a part of it, such as ``"logits"``, or a
+                function of the output of a microbatch.
+            forward: called as ``forward(model, batch)``, it returns the output, where the model is
+                not simply called with its batch.
+        """
+        with contextlib.ExitStack() as stack:
+            if not self._context.is_evaluating:
+                stack.enter_context(self.evaluating())
+            return predict_share(self._context, batch, Prediction(forward), take)
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        count: int | Tensor | None = None,
+        reduce: Reduce = "mean",
+    ) -> None:
+        """Log a number: ``paceline.log`` inside a model or a loss that this engine runs.
+
+        Called elsewhere, such as from a loop, it belongs to the step done last, and every rank
+        calls it: their values become one, by default their mean. They are summed with the loss of
+        the next step.
+        """
+        logs = self._context.microbatches.logs
+        now = current()
+        if now is not None and now.sink is logs:
+            log(name, value, count=count, reduce=reduce)
+            return
+        check_logged(name, value, reduce)
+        logs.add_outside(name, value, count, reduce)
 
     # ------------------------------------------------------------------ what it says of itself
 

@@ -7,10 +7,12 @@ counts, whatever way the batch was cut.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.nn import functional as F
 from paceline.engine.arguments import check_call
 from paceline.engine.batch import batch_size
 from paceline.errors import DataError, LossError
+from paceline.log_values import log
 from paceline.parallel.device_map.moves import device_of, moved
 from paceline.parallel.loss_term import Term
 
@@ -52,6 +55,21 @@ class LossModule(nn.Module):
         self.custom_forward = forward
         self.custom_count = count
         self.moves_target = False  # to where the output is, under a device map
+        self.prediction: Prediction | None = None  # set while outputs alone are wanted
+
+    @contextlib.contextmanager
+    def predicting(self, prediction: Prediction) -> Iterator[None]:
+        """The forward pass gives the model's output alone: no loss, and no target is needed."""
+        self.prediction = prediction
+        try:
+            yield
+        finally:
+            self.prediction = None
+
+    @property
+    def _takes_all_keys(self) -> bool:
+        """Whether the model computes its own loss, and so is called with the whole batch."""
+        return self.loss is None and self.custom_forward is None
 
     def forward(self, batch: Any, items: int) -> Term:
         """The loss of one microbatch, whose mean, if it is one, runs over ``items`` items.
@@ -60,12 +78,17 @@ class LossModule(nn.Module):
         """
         if items == 0:
             return self.nothing()
+        if self.prediction is not None:
+            output = self.prediction.call(self.model, batch, all_keys=self._takes_all_keys)
+            return Term(torch.zeros((), device=device_of(output)), 0, output)
         if self.custom_forward is not None:
-            output: Any = None
+            output = None
             value = self.custom_forward(self.model, batch)
         else:
             output = call_model(self.model, batch, all_keys=self.loss is None)
             value = own_loss(output) if self.loss is None else self._compare(output, batch)
+        if isinstance(value, Mapping):
+            value = _with_parts_logged(value, items)
         if isinstance(value, tuple) and len(value) == 2:
             total, count = value
             _check_scalar(total)
@@ -103,9 +126,11 @@ class LossModule(nn.Module):
         These are the samples, or, for a Hugging Face model that computes its own loss, the labels
         that are not padding. Called before the batch goes to its device, so that it costs no wait.
         """
+        if self.prediction is not None:
+            return self.samples(batch)
         if self.custom_count is not None:
             return int(self.custom_count(batch))
-        if self.loss is None and self.custom_forward is None:
+        if self._takes_all_keys:
             labels = _labels_seen_by(self.model, batch)
             if labels is not None:
                 return int((labels != IGNORED_LABEL).sum())
@@ -137,6 +162,35 @@ def call_model(model: nn.Module, batch: Any, *, all_keys: bool) -> Any:
         raise
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """How a model is called for its output alone.
+
+    ``forward(model, batch)`` does it where one is given. Else the model is called as in training,
+    but a tuple without a target goes in whole: where the model cannot be called without its last
+    item, and can with it.
+    """
+
+    forward: Callable[[nn.Module, Any], Any] | None = None
+
+    def call(self, model: nn.Module, batch: Any, *, all_keys: bool) -> Any:
+        """The output for ``batch``; ``all_keys``: all of it goes into the model in training."""
+        if self.forward is not None:
+            return self.forward(model, batch)
+        if isinstance(batch, tuple | list) and not all_keys and len(batch) > 1:
+            takes = inspect.signature(model.forward)
+            all_keys = not _binds(takes, batch[:-1]) and _binds(takes, batch)
+        return call_model(model, batch, all_keys=all_keys)
+
+
+def _binds(takes: inspect.Signature, arguments: Sequence[Any]) -> bool:
+    try:
+        takes.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
 def target_of(batch: Any) -> Any:
     """What a loss function compares the output with: the last of a tuple, else the whole batch."""
     return batch[-1] if isinstance(batch, tuple | list) else batch
@@ -164,6 +218,31 @@ def own_loss(output: Any) -> Any:
             "pair, or an output with .loss; Hugging Face models do so when the batch has 'labels')."
         )
     return found
+
+
+def _with_parts_logged(parts: Mapping[str, Any], items: int) -> Any:
+    """The ``loss`` among the parts that a loss function returned; the others are logged."""
+    if "loss" not in parts:
+        raise LossError(
+            f"the loss is a dict of {', '.join(map(str, parts)) or 'nothing'}, without 'loss'. "
+            "Return the value to train under 'loss'; the other parts are reported beside it."
+        )
+    trained = parts["loss"]
+    is_pair = isinstance(trained, tuple) and len(trained) == 2
+    over = trained[1] if is_pair else items
+    for name, value in parts.items():
+        if name == "loss":
+            continue
+        if isinstance(value, tuple) and len(value) == 2:
+            total, count = value
+            log(str(name), total / _at_least_one(count), count=count)
+        else:
+            log(str(name), value, count=over)
+    return trained
+
+
+def _at_least_one(count: Any) -> Any:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 class _SumAndCount(nn.Module):

@@ -9,7 +9,7 @@ by what is missing afterwards (``Sums.factor``): one, where nothing accumulates.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from paceline.engine.batch import move, placeholder, split, split_into
 from paceline.engine.checks import check_depends_on_parameters
+from paceline.engine.logged import Key, StepLogs
 from paceline.engine.loss import LossModule
 from paceline.engine.precision import Precision
 from paceline.engine.randomness import SampleNumbers
 from paceline.engine.step_timing import StepClock
+from paceline.log_values import recording
 from paceline.options import Pipelining
 from paceline.parallel import sync_batchnorm
 from paceline.parallel.loss_term import Term
@@ -41,6 +43,9 @@ class Sums(NamedTuple):
     """What each part of the loss was divided by."""
     items: Tensor
     """The items of the whole batch, by which it should have been."""
+    logged: Tensor | None = None
+    """What was logged, summed over the ranks of the step as well; its names are ``keys``."""
+    keys: Sequence[Key] = ()
 
     @property
     def factor(self) -> Tensor:
@@ -65,6 +70,8 @@ class Microbatches:
         self._most, self._pipelining = most, pipelining
         self._numbers = numbers
         self._evaluated = 0
+        self.logs = StepLogs(replica)
+        """What the model and the loss log."""
 
     # ------------------------------------------------------------------ cutting
 
@@ -149,6 +156,8 @@ class Microbatches:
         local[2].fill_(samples)  # plain assignment would make the host wait for a GPU
         divisor = local[1]
         world, work = local, None
+        logged: Tensor | None = None
+        keys: list[Key] = []
         for index, (part, items) in enumerate(parts):
             last = index == len(parts) - 1
             with sync.microbatch(last=last, counts=items > 0):
@@ -162,9 +171,13 @@ class Microbatches:
                     sync.sum(divisor)
                     divisor.masked_fill_(divisor == 0, 1)  # nothing but padding so far
                     self._tell_first_unit(divisor, parts, sync)
+                if last and not sync.alone:
+                    wire, keys = self.logs.pack(self._counted(local))
+                    world, logged = wire[:3], wire[3:]
                 if last and sync.ranks > 1:
-                    world = self._counted(local).clone()
-                    work = sync.begin_sum(world)  # hidden behind the backward
+                    if sync.alone:
+                        wire = world = self._counted(local).clone()
+                    work = sync.begin_sum(wire)  # hidden behind the backward
                     if sync.compresses and self._most is not None and work is not None:
                         work.wait()
                         self._tell_unit(world[1], divisor, sync)
@@ -177,12 +190,12 @@ class Microbatches:
         count = world[1]
         if sync.alone:  # the loss counted nothing but padding: others may have more
             count = torch.where(count == 0, divisor, count)
-        return Sums(local=local, world=world, divisor=divisor, items=count)
+        return Sums(local, world, divisor, count, logged, keys)
 
     def _forward(self, part: Any, items: int) -> Term:
         spread = self.replica.spread
         if items or not self._in_lockstep:
-            with self.drawing(part):
+            with self.drawing(part), recording(self.logs, items):
                 return spread(part, items)
         # The other ranks wait for this rank: show them a sample that does not count.
         one = placeholder(part)
@@ -256,11 +269,12 @@ class Microbatches:
             if term is not None:
                 local[0] += term.total
                 local[1] += term.count
-        world = self._counted(local).clone()
-        sync.sum(world)
+        wire, keys = self.logs.pack(self._counted(local))
+        sync.sum(wire)
+        world = wire[:3]
         if replica.layout.zero == 0:
             self._tell_unit(world[1], divisor, sync)
-        return Sums(local=local, world=world, divisor=divisor, items=world[1])
+        return Sums(local, world, divisor, world[1], wire[3:], keys)
 
     # ------------------------------------------------------------------ units of what is sent
 

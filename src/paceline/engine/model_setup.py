@@ -77,6 +77,8 @@ class ModelSetup:
         )
         self.on_meta = False
         replica.take_spread(found)
+        if found.pipeline is not None:
+            found.pipeline.log_to(self._microbatches.logs)
         self._watch_draws()
         self._sync.after_spreading()
         precision.device_types = sorted({device.type for device in found.devices})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.engine.logged import LoggedByName, StepLog
 from paceline.sync.numbers import Numbers, Problem
 
 
@@ -20,6 +21,7 @@ class StepResult:
     lr: float
     seconds: float
     _numbers: Numbers = field(repr=False, kw_only=True)
+    _log: StepLog | None = field(repr=False, kw_only=True, default=None)
 
     @property
     def problem(self) -> Problem | None:
@@ -40,6 +42,19 @@ class StepResult:
     def grad_norm(self) -> float | None:
         """The norm of the whole gradient before clipping; ``None`` when nothing needed it."""
         return self._numbers.norm
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """What model and loss have logged, by name, over all ranks; see ``paceline.log``.
+
+        On a GPU a name that is new in this step is there after the next one. In a round of local
+        steps, values are reported when replicas meet.
+        """
+        return {name: value.value for name, value in self.log_values().items()}
+
+    def log_values(self, *, late: bool = False) -> LoggedByName:
+        """The same with their counts; ``late``: what was logged since the step before."""
+        return {} if self._log is None else self._log.values(late=late)
 
     @property
     def skipped(self) -> bool:

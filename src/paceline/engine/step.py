@@ -42,6 +42,9 @@ def run_step(context: StepContext, batch: Any) -> StepResult:
         parameter.grad = None  # what a step that failed, or another backward, left there
 
     sync = context.sync.begin_step()
+    logs = context.microbatches.logs
+    if not sync.alone:
+        logs.begin()
     saved_buffers = copy_buffers(replica.model) if context.nonfinite.policy == "skip" else {}
     parts = context.microbatches.of_step(batch)
     samples = context.loss.samples(batch)
@@ -54,7 +57,7 @@ def run_step(context: StepContext, batch: Any) -> StepResult:
 
     pulse.enter("optimizer")
     norm = finish_gradients(context, sync, sums)
-    numbers = Numbers(sums.world, norm)
+    numbers = Numbers(sums.world, norm, sums.logged)
     problem = context.nonfinite.check(numbers, sums.local, parts, sync)
     applied = False
     if problem is None or problem.overflow:
@@ -67,11 +70,13 @@ def run_step(context: StepContext, batch: Any) -> StepResult:
     replica.steps_done += 1
     context.learning_rate.step_done()
     context.nonfinite.look_at_step_before()
+    logs.settle()  # of the step before, on a GPU: its numbers have arrived
+    log = None if sums.logged is None else logs.end(list(sums.keys), numbers.logged)
     reported = sync.end_step(numbers, problem, sums.local[1])
     pulse.finish_step(replica.steps_done)
     pulse.enter("data")  # what comes between steps: a trainer tells more of it
     seconds = time.perf_counter() - started
-    return StepResult(step=replica.steps_done, lr=lr, seconds=seconds, _numbers=reported)
+    return StepResult(step=replica.steps_done, lr=lr, seconds=seconds, _numbers=reported, _log=log)
 
 
 def finish_gradients(context: StepContext, sync: StepSync, sums: Sums) -> Tensor | None:

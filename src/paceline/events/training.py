@@ -34,11 +34,21 @@ class StepDone(Event):
     seconds: Seconds
     grad_norm: float | None = None
     skipped: bool = False
+    logged: dict[str, float] = field(default_factory=dict)
+    """What model and loss have logged, by name, over the global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged(Event):
+    """Numbers that callbacks or a loop have logged after ``step``, by name, over all ranks."""
+
+    step: int
+    values: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    """One pass over the validation data; ``metrics`` holds ``loss`` and the user's own."""
+    """One pass over the validation data; ``metrics`` holds ``loss``, the user's and the logged."""
 
     step: int
     epoch: int
@@ -48,14 +58,33 @@ class EvalDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseProgress(Event):
+    """How far what comes between steps is: when it begins, and about once a second.
+
+    ``phase`` is ``evaluation``, ``prediction`` or ``checkpoint``; ``done`` of ``total`` batches are
+    through, where it goes by batches and their number is known.
+    """
+
+    phase: str
+    step: int
+    done: int = 0
+    total: int | None = None
+    samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochDone(Event):
-    """The end of an epoch; ``loss`` is the sample-weighted mean over its steps."""
+    """The end of an epoch; ``loss`` is the sample-weighted mean over its steps.
+
+    ``logged`` is what model and loss have logged in it, made one over all its steps.
+    """
 
     step: int
     epoch: int
     loss: float
     samples: int
     seconds: Seconds
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from paceline.events.training import (
     EvalDone,
     NonFinite,
     Note,
+    PhaseProgress,
     RunFinished,
     RunStarted,
 )
@@ -122,6 +123,23 @@ def nonfinite_text(event: NonFinite, when: str = "") -> str:
 def metrics_text(metrics: Mapping[str, float]) -> str:
     """``loss 1.5000, accuracy 0.2500``."""
     return ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
+
+
+_PHASES = {"evaluation": "evaluating", "prediction": "predicting", "checkpoint": "saving"}
+
+
+def phase_text(phase: str) -> str:
+    """What a run does between steps: ``evaluating``; empty for what is part of a step."""
+    return _PHASES.get(phase, "")
+
+
+def phase_progress_text(event: PhaseProgress) -> str:
+    """``evaluating (40 of 100 batches)``."""
+    text = phase_text(event.phase) or event.phase
+    if not event.done:
+        return text
+    total = "" if event.total is None else f" of {event.total}"
+    return f"{text} ({event.done}{total} batches)"
 
 
 def restart_reason(event: Restarting) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.launch.run_folder import RunFolder, new_run, new_run_at, open_run
+from paceline.launch.run_folder import RunFolder, new_run, new_run_at, new_run_like, open_run
+from paceline.launch.run_pattern import could_be, expand, is_pattern
 
 _STAMP = r"-[0-9]{8}-[0-9]{6}(-[0-9]{1,6})?"
 """What ``new_run`` puts behind the name of a run."""
@@ -19,7 +20,8 @@ _STAMP = r"-[0-9]{8}-[0-9]{6}(-[0-9]{1,6})?"
 class RunChoice:
     """Which folder a launcher was asked to use.
 
-    That of a run to ``resume``; else ``run_dir``; else a new one, ``root/<name>-<date>-<time>``.
+    That of a run to ``resume``; else ``run_dir``, which may be a pattern (``run_pattern.py``); else
+    a new one, ``root/<name>-<date>-<time>``.
     """
 
     resume: str | None = None
@@ -31,6 +33,8 @@ class RunChoice:
         """The folder, which is new unless the run is resumed."""
         if self.resume is not None:
             return open_run(self.resume)
+        if self.run_dir is not None and is_pattern(self.run_dir):
+            return new_run_like(expand(self.run_dir, self.name))
         if self.run_dir is not None:
             return new_run_at(self.run_dir)
         return new_run(self.root, self.name)
@@ -43,6 +47,14 @@ class RunChoice:
         name and any time. Raises ``ConfigError`` for every other.
         """
         named = self.run_dir if self.resume is None else self.resume
+        if self.resume is None and named is not None and is_pattern(named):
+            if not could_be(named, self.name, path):
+                raise ConfigError(
+                    f"--run-dir {named}: the machines that meet here work on {path}, which is no "
+                    "folder of that pattern. Start all of them with the same command."
+                )
+            _check_owner(Path(path))
+            return RunFolder(Path(path))
         if named is not None:
             if os.path.abspath(named) != path:
                 flag = "--run-dir" if self.resume is None else "--resume"

@@ -222,10 +222,16 @@ def new_run(root: str | os.PathLike[str], name: str) -> RunFolder:
     """Make ``root/<name>-<date>-<time>``; an existing folder is never taken, not even in a race."""
     check_name(Path(root) / name)
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return new_run_like(Path(root) / f"{name}-{now}")
+
+
+def new_run_like(folder: str | os.PathLike[str]) -> RunFolder:
+    """Make ``folder``, or where it exists ``folder-2``, ``folder-3`` and so on."""
+    check_name(folder)
     number = 1
     while True:
         suffix = "" if number == 1 else f"-{number}"
-        path = Path(root) / f"{name}-{now}{suffix}"
+        path = Path(f"{os.fspath(folder)}{suffix}")
         try:
             path.mkdir(parents=True)
         except FileExistsError:

@@ -45,18 +45,28 @@ class GPT(nn.Module):
         if tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits for every position of ``tokens``, which may be at most ``context`` long."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Logits for every position of ``tokens``, which may be at most ``context`` long.
+
+        Several documents may share a sequence, as ``PackedTokens`` packs them: ``documents`` has
+        the number of each token's document, to which alone it attends, and ``positions`` its place
+        in it. Without them, a sequence is one document.
+        """
         time = tokens.shape[1]
         if time > self.context:
             raise TrainingError(
                 f"GPT: a sequence of {time} tokens is longer than context={self.context}. "
                 "Cut the data to the model's context, or build the model with a longer one."
             )
-        x = self.tokens(tokens) + self.positions(torch.arange(time, device=tokens.device))
+        if positions is None:
+            positions = torch.arange(time, device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
         x = self.dropout(x)
+        mask = None if documents is None else document_mask(documents)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         return self.head(self.norm(x))
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -88,9 +98,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = MLP(width, dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """One residual block on ``(batch, time, width)``."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -105,15 +115,20 @@ class Attention(nn.Module):
         self.out = ResidualLinear(width, width)
         self.residual_dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix the positions of ``(batch, time, width)``, each seeing only earlier ones."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Mix the positions of ``(batch, time, width)``, each seeing only earlier ones.
+
+        With a ``mask`` it sees what that says instead, of shape ``(batch, 1, time, time)``.
+        """
         batch, time, width = x.shape
         q, k, v = (
             part.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
             for part in self.qkv(x).split(width, dim=2)
         )
         rate = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=rate
+        )
         return self.residual_dropout(self.out(y.transpose(1, 2).reshape(batch, time, width)))
 
 
@@ -129,6 +144,13 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The perceptron on every position alone."""
         return self.dropout(self.out(F.gelu(self.up(x), approximate="tanh")))
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Which tokens each token attends to: the earlier ones of its document, and itself."""
+    time = documents.shape[1]
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril().view(-1, 1, time, time)
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,8 @@ def refuse_unknown(
         f"{taker.__name__} got an unknown argument {name}.{_hint(name, taker, beside)}"
         for name in sorted(unknown)
     )
-    known = [name for name, found in taken.items() if found.default is not found.empty]
+    options = {name: found for name, found in taken.items() if name != "optimizer"}
+    known = [name for name, found in options.items() if found.default is not found.empty]
     raise error(f"{told} It takes {', '.join(sorted(known))}.")
 
 

@@ -32,7 +32,6 @@ class DataOptions:
         Callable[..., Any] | None,
         Option(
             "Makes a batch of a list of samples. None: as torch does.",
-            key="",
             must="a function that makes a batch of a list of samples",
         ),
     ] = None

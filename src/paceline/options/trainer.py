@@ -93,16 +93,17 @@ class TrainerOptions:
         Option(
             "Validation metrics by name, called as metric(output, target) on each batch and "
             "returning its mean over the samples or a pair (sum, count); or paceline.WholeSet for "
-            "metrics that need everything at once.",
-            key="",
+            "metrics that need everything at once, or a metric of torchmetrics.",
         ),
     ] = None
     callbacks: Annotated[
-        Sequence[Any], Option("Code called during the run: paceline.Callback.", key="")
+        Sequence[Any], Option("Code called during the run: paceline.Callback.")
     ] = ()
     trackers: Annotated[
         Sequence[Any],
-        Option("Readers of the run's events, such as those in paceline.track.", key=""),
+        Option(
+            "Readers of the run's events, such as those in paceline.track.", key="track.trackers"
+        ),
     ] = ()
     progress: Annotated[
         bool,

@@ -216,6 +216,11 @@ def stage_group(world: World, layout: Layout) -> Group:
     return _axis_group(world, layout, lambda place: (place.dp, place.cp, place.tp))
 
 
+def sample_group(world: World, layout: Layout) -> Group:
+    """The ranks that see the same samples, and hold other pieces of the model or do its work."""
+    return _axis_group(world, layout, lambda place: (place.dp, place.cp))
+
+
 def stage_holders(world: World, layout: Layout) -> Group:
     """The ranks that hold parts of the same modules: all of them, but for other pipeline stages."""
     if layout.pp == 1:

@@ -20,6 +20,7 @@ from paceline.errors import DataError, TrainingError
 from paceline.options import DataOptions
 from paceline.testing.pickling import pickle_call
 from paceline.trainer import run
+from paceline.trainer.config_parts import make_collate, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -139,15 +140,18 @@ def configured(config: Config) -> bytes:
 def _from_config(config: Config) -> Built:
     model = run.make_model(config)
     data, _ = run.make_datasets(config)
+    optimizer = make_optimizer(config, model)
     return Built(
         model=model,
-        optimizer=run.make_optimizer(config, model),
+        optimizer=optimizer,
         loss=run.make_loss(config),
         data=data,
         data_options=DataOptions(
-            shuffle=None if config.data.shuffle else False, drop_last=config.data.drop_last
+            shuffle=None if config.data.shuffle else False,
+            drop_last=config.data.drop_last,
+            collate_fn=make_collate(config),
         ),
         # Replicas that train alone differ from one process by design: what is proved is a step
         # that they take together.
-        options={**run.engine_options(config, data), "local_steps": None},
+        options={**run.engine_options(config, data, optimizer), "local_steps": None},
     )

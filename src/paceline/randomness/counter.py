@@ -10,16 +10,15 @@ CPU, on a GPU and in code that ``torch.compile`` makes of it.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-_MASK = 0xFFFFFFFF
+from paceline.randomness.keys import MULTIPLIERS
+
 _CHUNK = 1 << 16
 """Elements computed at once on a CPU: what fits into its cache beside the results."""
 _SECOND_WORD = 0x5BD1E995
@@ -27,21 +26,7 @@ _SECOND_WORD = 0x5BD1E995
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
 
-def signed(value: int) -> int:
-    """The low 32 bits of ``value`` as an int32 holds them."""
-    value &= _MASK
-    return value - (1 << 32) if value >= 1 << 31 else value
-
-
-MULTIPLIERS = _M1, _M2, _M3 = signed(0xED5AD4BB), signed(0xAC4C1B51), signed(0x31848BAB)
-
-
-def words(count: int, *about: Any) -> tuple[int, ...]:
-    """``count`` (at most 16) well-mixed int32 numbers that follow from ``about``."""
-    digest = hashlib.blake2b(repr(about).encode(), digest_size=4 * count).digest()
-    return tuple(
-        int.from_bytes(digest[4 * i : 4 * i + 4], "little", signed=True) for i in range(count)
-    )
+_M1, _M2, _M3 = MULTIPLIERS
 
 
 def hashed(z: Tensor, key: Tensor | int) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import paceline.randomness.draws as draws
 from paceline.errors import TrainingError
 from paceline.randomness.attribution import WHOLE_BATCH, Attribution, attribute, still_fits
-from paceline.randomness.counter import sample_keys, words
+from paceline.randomness.counter import sample_keys
 from paceline.randomness.frames import RUNNING, Frame, key_of, watch
+from paceline.randomness.keys import words
 from paceline.randomness.mode import DrawMode
 from paceline.randomness.table import DrawnNumbers, TensorPart, lay_out
 from paceline.torch_internals import around_recomputation

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.randomness.counter import signed, words
+from paceline.randomness.keys import signed, words
 from paceline.torch_internals import around_compiled_call, set_shared_hooks
 
 _SITE = "_paceline_random_site"

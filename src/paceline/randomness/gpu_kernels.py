@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.randomness.counter import MULTIPLIERS
+from paceline.randomness.keys import MULTIPLIERS
 
 _M1, _M2, _M3 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 _BLOCK = 1024

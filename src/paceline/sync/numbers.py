@@ -50,10 +50,12 @@ class Numbers:
     Reading waits for the step they belong to, not for whatever has been queued behind it.
     """
 
-    def __init__(self, sums: Tensor, norm: Tensor | None) -> None:
-        values = sums
+    def __init__(self, sums: Tensor, norm: Tensor | None, logged: Tensor | None = None) -> None:
+        parts = [sums]
         if norm is not None:  # on the CPU, where offloaded parameters have their gradients
-            values = torch.cat([sums, norm.to(sums).reshape(1)])
+            parts.append(norm.to(sums).reshape(1))
+        self._width = len(sums) + (norm is not None)
+        values = torch.cat([*parts, *([] if logged is None else [logged])])
         self._problem: Problem | None = None
         self._host = values.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if values.is_cuda else None
@@ -62,6 +64,13 @@ class Numbers:
 
     def read(self) -> list[float]:
         """Loss sum, item count, samples and, where it was computed, the gradient's norm."""
+        return self._all()[: self._width]
+
+    def logged(self) -> list[float]:
+        """What the step's message held beside: see ``paceline.engine.logged``."""
+        return self._all()[self._width :]
+
+    def _all(self) -> list[float]:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.tolist()

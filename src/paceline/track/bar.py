@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from paceline.track.console import SafeConsole
-from paceline.track.display import StepView
+from paceline.track.display import PhaseView, StepView
 
 
 class Bar:
@@ -20,6 +20,8 @@ class Bar:
     def __init__(self, stream: TextIO) -> None:
         self._console = SafeConsole(file=stream)
         self._progress: Progress | None = None
+        self._steps: TaskID | None = None
+        self._phase: TaskID | None = None
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Write one line above the bar."""
@@ -39,20 +41,43 @@ class Bar:
 
     def step(self, view: StepView) -> None:
         """Move the bar."""
+        more = [f"epoch {view.epoch}"] if view.epoch else []
+        more += [f"lr {view.lr}"] if view.lr else []
         self._update(
             description=_step(view.step, view.total),
             total=view.total,
             completed=view.step,
-            status=view.status,
+            status=", ".join([view.status, *more]),
         )
+
+    def phase(self, view: PhaseView) -> None:
+        """Put up a second bar, below that of the steps, or move it."""
+        progress = self._shown()
+        if self._phase is None:
+            self._phase = progress.add_task(view.progress, total=view.total, status="")
+        progress.update(
+            self._phase,
+            description=view.progress,
+            completed=view.done,
+            total=view.total,
+            status=f"{view.left} to go" if view.left else "",
+        )
+
+    def end_phase(self) -> None:
+        """Take the second bar away."""
+        if self._progress is not None and self._phase is not None:
+            self._progress.remove_task(self._phase)
+        self._phase = None
 
     def end(self) -> None:
         """Leave the bar where it is and give the terminal back."""
         if self._progress is not None:
+            self.end_phase()
             self._progress.stop()
-            self._progress = None
+            self._progress = self._steps = None
 
-    def _update(self, *, description: str, total: int | None, completed: int, status: str) -> None:
+    def _shown(self) -> Progress:
+        """The display, put up where it is not there yet."""
         if self._progress is None:
             self._progress = Progress(
                 SpinnerColumn(finished_text=" "),
@@ -62,11 +87,16 @@ class Bar:
                 console=self._console,
                 refresh_per_second=8,
             )
-            self._progress.add_task(description, total=total, status=status)
             self._progress.start()
-        task = self._progress.tasks[0]
+        return self._progress
+
+    def _update(self, *, description: str, total: int | None, completed: int, status: str) -> None:
+        progress = self._shown()
+        if self._steps is None:
+            self._steps = progress.add_task(description, total=total, status=status)
+        task = next(task for task in progress.tasks if task.id == self._steps)
         task.total = total  # update() takes None as "leave it"
-        self._progress.update(task.id, description=description, completed=completed, status=status)
+        progress.update(task.id, description=description, completed=completed, status=status)
 
 
 def _step(step: int, total: int | None) -> str:

@@ -7,6 +7,8 @@ from typing import Protocol, TextIO
 
 from paceline.untrusted import printable
 
+_PHASE_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class StepView:
@@ -18,12 +20,33 @@ class StepView:
     speed: str
     left: str
     time: float
+    epoch: str = ""
+    lr: str = ""
+    logged: str = ""
 
     @property
     def status(self) -> str:
         """Loss, speed and time left in one string."""
-        parts = [f"loss {self.loss}", self.speed]
+        parts = [f"loss {self.loss}", *([self.logged] if self.logged else []), self.speed]
         return ", ".join([*parts, f"ETA {self.left}"] if self.left else parts)
+
+
+@dataclass(frozen=True)
+class PhaseView:
+    """What there is to show of an evaluation, a prediction or a save while it goes on."""
+
+    text: str
+    done: int
+    total: int | None
+    left: str
+    time: float
+
+    @property
+    def progress(self) -> str:
+        """``evaluating 40/100``."""
+        if not self.done and self.total is None:
+            return self.text
+        return f"{self.text} {self.done}" + ("" if self.total is None else f"/{self.total}")
 
 
 class Display(Protocol):
@@ -41,6 +64,12 @@ class Display(Protocol):
     def step(self, view: StepView) -> None:
         """Show the latest step."""
 
+    def phase(self, view: PhaseView) -> None:
+        """Show what goes on between steps."""
+
+    def end_phase(self) -> None:
+        """It is over."""
+
     def end(self) -> None:
         """No steps follow, for now."""
 
@@ -54,6 +83,7 @@ class Lines:
         self._started: float | None = None
         self._shown: StepView | None = None
         self._latest: StepView | None = None
+        self._phase_told: float | None = None
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Write one line."""
@@ -74,6 +104,18 @@ class Lines:
         self._latest = view
         if self._is_due(view):
             self._write(view)
+
+    def phase(self, view: PhaseView) -> None:
+        """Write a line now and then, where it takes longer than a few seconds."""
+        if self._phase_told is None:
+            self._phase_told = view.time
+        elif view.time - self._phase_told >= _PHASE_SECONDS:
+            self._phase_told = view.time
+            self.say(view.progress + (f", {view.left} to go" if view.left else ""))
+
+    def end_phase(self) -> None:
+        """The next one is shown when it has taken a few seconds, too."""
+        self._phase_told = None
 
     def end(self) -> None:
         """Write the last step, if it has not been."""

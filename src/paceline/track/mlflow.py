@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.errors import MissingExtra
 from paceline.events import Event, RunFailed, RunFinished, RunStarted
+from paceline.track.run_recorder import as_shown, facts_of, shown_params
 from paceline.track.scalars import Numbers, scalars
 from paceline.track.tracker import Recorder
 from paceline.untrusted import parse_json, read_bytes, write_private
@@ -31,8 +32,8 @@ class MLflow(Recorder):
 
     ``uri`` is a tracking URI (a server, or ``sqlite:///path.db``); without one,
     ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the working directory. ``params`` are shown
-    beside the metrics. With a ``run_dir``, the id of the MLflow run is kept in it, and a resumed
-    run goes on in the same one.
+    beside the metrics, and ``tags`` as tags without a value. With a ``run_dir``, the id of the
+    MLflow run is kept in it, and a resumed run goes on in the same one.
 
     MLflow cannot take a point back. Steps that a resumed run repeats keep the values they had.
     """
@@ -46,17 +47,18 @@ class MLflow(Recorder):
         experiment: str = "paceline",
         run_name: str | None = None,
         run_dir: str | os.PathLike[str] | None = None,
+        tags: Sequence[str] = (),
         params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if importlib.util.find_spec("mlflow") is None:
             raise MissingExtra("MLflow", "mlflow")
         self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
-        self._shown_uri = _as_shown("uri", self._uri)
+        self._shown_uri = as_shown("uri", self._uri)
         self._experiment = experiment
         self._run_name = run_name
         self._state = None if run_dir is None else Path(run_dir) / STATE_FILE
-        self._params = {key: _as_shown(key, value) for key, value in (params or {}).items()}
+        self._params, self._tags = shown_params(params), list(tags)
         self._session: _Session | None = None
         self._ended = "KILLED"
 
@@ -67,7 +69,8 @@ class MLflow(Recorder):
         points: list[Metric] = []
         for event in events:
             if isinstance(event, RunStarted):
-                self._open().log_params({**self._params, **_facts(event)})
+                facts = {f"run.{name}": value for name, value in facts_of(event).items()}
+                self._open().log_params({**self._params, **facts})
                 self._ended = "KILLED"  # unless we hear of another end
             elif isinstance(event, Numbers):
                 stamp = int(event.time * 1000)
@@ -96,7 +99,8 @@ class MLflow(Recorder):
             run = self._earlier_run(client)
             if run is None:
                 experiment = _experiment_id(client, self._experiment, self._uri)
-                run = client.create_run(experiment, run_name=self._run_name)
+                tags = dict.fromkeys(self._tags, "")
+                run = client.create_run(experiment, run_name=self._run_name, tags=tags)
                 self._remember(run.info.run_id)
             self._session = _Session(client, run)
         return self._session
@@ -166,19 +170,6 @@ class _Session:
             )
             self._last_step[key] = max((point.step for point in history), default=-1)
         return self._last_step[key]
-
-
-def _as_shown(key: str, value: Any) -> Any:
-    """A parameter as all who open MLflow may see it."""
-    from paceline.masking import shown
-
-    *above, name = key.split(".")
-    return shown(value, name, bare_key="storage" in above)
-
-
-def _facts(event: RunStarted) -> dict[str, Any]:
-    names = ("layout", "world_size", "device", "precision", "global_batch", "parameters")
-    return {f"run.{name}": getattr(event, name) for name in names}
 
 
 def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:

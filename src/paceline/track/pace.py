@@ -12,16 +12,25 @@ class Pace:
 
     def __init__(self, window: int = 50) -> None:
         self._steps: deque[StepDone] = deque(maxlen=window)
+        # Evaluations and saves are rare beside steps: they count over the whole run.
+        self._first: StepDone | None = None
+        self._between_steps = 0.0
 
     def add(self, step: StepDone) -> None:
         """Take in a step; one that goes back (after a restart) begins anew."""
         if self._steps and step.step <= self._steps[-1].step:
-            self._steps.clear()
+            self.start_anew()
+        if self._steps:
+            passed = step.time - self._steps[-1].time
+            self._between_steps += max(0.0, passed - step.seconds)
+        else:
+            self._first = step
         self._steps.append(step)
 
     def start_anew(self) -> None:
         """The ranks were started (again), maybe others: what was before says nothing of them."""
         self._steps.clear()
+        self._first, self._between_steps = None, 0.0
 
     @property
     def samples_per_second(self) -> float:
@@ -33,7 +42,9 @@ class Pace:
         """Time until step ``total_steps``, evaluations and checkpoints on the way included."""
         if total_steps is None or not self._steps:
             return None
-        first, last = self._steps[0], self._steps[-1]
-        steps = last.step - first.step
-        per_step = (last.time - first.time) / steps if steps else last.seconds
+        assert self._first is not None
+        last = self._steps[-1]
+        per_step = sum(s.seconds for s in self._steps) / len(self._steps)
+        if since_first := last.step - self._first.step:
+            per_step += self._between_steps / since_first
         return max(0.0, per_step * (total_steps - last.step))

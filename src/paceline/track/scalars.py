@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from paceline.events import (
     EpochDone,
     EvalDone,
     Event,
+    Logged,
     MemoryMeasured,
     StepDone,
     StepSplit,
@@ -16,7 +19,9 @@ from paceline.events import (
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "activations", "peak", "current")
 
 
-Numbers = StepDone | EvalDone | EpochDone | MemoryMeasured | StepSplit | Straggler | WireUsed
+Numbers = (
+    StepDone | Logged | EvalDone | EpochDone | MemoryMeasured | StepSplit | Straggler | WireUsed
+)
 """The events that hold numbers worth a curve."""
 
 
@@ -28,7 +33,9 @@ def scalars(event: Event) -> list[tuple[str, float]]:
         case EvalDone():
             return [(f"validation/{name}", value) for name, value in event.metrics.items()]
         case EpochDone():
-            return [("epoch/loss", event.loss)]
+            return [("epoch/loss", event.loss), *_named("epoch", event.logged)]
+        case Logged():
+            return _named("train", event.values)
         case MemoryMeasured():
             # The rank that holds most is the one that runs out.
             return [(f"memory/{name}", float(max(getattr(event, name)))) for name in MEMORY]
@@ -49,7 +56,11 @@ def _of_step(event: StepDone) -> list[tuple[str, float]]:
         found.append(("train/grad_norm", event.grad_norm))
     if event.seconds > 0:
         found.append(("train/samples_per_second", event.samples / event.seconds))
-    return found
+    return [*found, *_named("train", event.logged)]
+
+
+def _named(group: str, values: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [(f"{group}/{name}", value) for name, value in values.items()]
 
 
 def _of_split(event: StepSplit) -> list[tuple[str, float]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.saveable import Stateful
@@ -17,6 +17,7 @@ from paceline.engine.arguments import OptimizerFactory
 from paceline.engine.loss import LossFunction
 from paceline.errors import TrainingError
 from paceline.layout.batch import BatchSizes
+from paceline.log_values import Reduce
 from paceline.options import (
     Checkpointing,
     DataOptions,
@@ -50,7 +51,7 @@ class TrainerBase:
 
     model: nn.Module
     loss: LossFunction | None
-    optimizer: Optimizer | OptimizerFactory
+    optimizer: Optimizer | OptimizerFactory | None
     engine_options: EngineOptions
     batch: BatchSizes
     global_batch: int | None
@@ -75,6 +76,8 @@ class TrainerBase:
     def __init__(self) -> None:
         # Whether somebody else follows the events and shows them: a launcher, or fit(nproc=…).
         self.events_are_shown = False
+        # Where an evaluation or a prediction by itself reports: no part of the run's own events.
+        self.pass_events_dir: Path | None = None
         # Seconds from a signal until a launcher ends the ranks, where one has told.
         self.grace: float | None = None
         # Called on each rank when all of them have done a first step with their settings.
@@ -88,6 +91,7 @@ class TrainerBase:
         # Whether all ranks came to the end of fit together, a signal or not.
         self.left_in_order = False
         self._stops: StopRequests | None = None
+        self._has_fitted = False
 
     @property
     def engine(self) -> Engine:
@@ -140,6 +144,20 @@ class TrainerBase:
         if self._brought is not None:
             return int(self._brought["step"])
         return 0 if self._engine is None else self._engine.steps_done
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        count: int | Tensor | None = None,
+        reduce: Reduce = "mean",
+    ) -> None:
+        """Log a number from a callback, on every rank; it belongs to the step done last.
+
+        Inside a model or a loss it is ``paceline.log``.
+        """
+        self.engine.log(name, value, count=count, reduce=reduce)
 
     def stop(self, reason: str = "") -> None:
         """Ask, from a callback on any rank, that the run ends after the current step.

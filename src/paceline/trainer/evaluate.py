@@ -12,8 +12,10 @@ from torch import Tensor
 
 from paceline.data import Loader
 from paceline.engine import Engine
+from paceline.engine.internals import internals_of
 from paceline.engine.loss import target_of
 from paceline.errors import DataError, TrainingError
+from paceline.trainer.stateful_metrics import StatefulMetric, has_state
 from paceline.world import collectives, rng_state, set_rng_state
 
 MetricFunction = Callable[[Any, Any], Any]
@@ -47,27 +49,50 @@ def evaluate(
     random streams of training are left as they were.
     """
     started = time.perf_counter()
-    random = rng_state()
     tally = _Tally(metrics)
-    loader.seek(0)
-    try:
-        with engine.evaluating():
-            for index, batch in enumerate(itertools.islice(iter(loader), batches)):
-                for part in engine.evaluate(batch):
-                    tally.add(index, part.batch, part.samples, part.term)
-                between()
-    finally:
-        set_rng_state(random)
+    numbers = itertools.count()
+
+    def visit(batch: Any) -> None:
+        index = next(numbers)
+        for part in engine.evaluate(batch):
+            tally.add(index, part.batch, part.samples, part.term)
+
+    run_pass(engine, loader, visit, batches=batches, between=between)
     values, samples = tally.reduce(engine)
+    logged = internals_of(engine).context.microbatches.logs.evaluated()
+    values |= {name: one.value for name, one in logged.items() if name not in values}
     if samples == 0:
         raise DataError("the validation data gave no samples.")
     return values, samples, time.perf_counter() - started
+
+
+def run_pass(
+    engine: Engine,
+    loader: Loader,
+    visit: Callable[[Any], None],
+    *,
+    batches: int | None = None,
+    between: Callable[[], None] = lambda: None,
+    phase: str = "evaluation",
+) -> None:
+    """Show ``visit`` the batches of ``loader`` from its start, in evaluation mode; see above."""
+    random = rng_state()
+    loader.seek(0)
+    try:
+        with engine.evaluating(), engine.world.pulse.during(phase):
+            for batch in itertools.islice(iter(loader), batches):
+                visit(batch)
+                between()
+    finally:
+        set_rng_state(random)
 
 
 class _Tally:
     """Sums and counts of this rank, by metric; made into means over all ranks at the end."""
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self.stateful = [StatefulMetric(n, m) for n, m in metrics.items() if has_state(m)]
+        metrics = {n: m for n, m in metrics.items() if not has_state(m)}
         self.metrics = metrics
         by_batch = [name for name, m in metrics.items() if not isinstance(m, WholeSet)]
         self.sums = dict.fromkeys(("loss", *by_batch), 0.0)
@@ -81,6 +106,8 @@ class _Tally:
         self.sums["loss"] += float(term.total)
         self.counts["loss"] += float(term.count)
         target = target_of(batch)
+        for stateful in self.stateful:
+            stateful.update(term.output, target)
         for name, metric in self.metrics.items():
             if isinstance(metric, WholeSet):
                 continue
@@ -107,6 +134,8 @@ class _Tally:
             for name, total, count in zip(self.sums, sums, counts, strict=True)
         }
         values |= self._whole_set_values()
+        for stateful in self.stateful:
+            values |= stateful.compute(engine.world.rank, engine.world.size)
         return values, int(samples)
 
     def _whole_set_values(self) -> dict[str, float]:

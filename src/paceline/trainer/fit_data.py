@@ -17,7 +17,10 @@ from paceline.world import World
 
 
 def make_loader(trainer: TrainerBase, data: Any, name: str) -> Loader:
-    """The loader of ``data``, which is that of ``fit(train=…)`` or ``fit(val=…)`` by ``name``."""
+    """The loader of ``data``, by the ``name`` of what it is for.
+
+    That is ``train`` or ``val`` of ``fit``, or the verb ``evaluate`` or ``predict``.
+    """
     training = name == "train"
     if isinstance(data, Loader):
         data.follow(trainer.engine.layout)
@@ -57,17 +60,23 @@ def check_batch_is_stated(batch: BatchSizes, data: Any, name: str) -> None:
     """Refuse data that has no batch size of its own where nobody gave one."""
     if data is None or isinstance(data, Loader | DataLoader) or batch.says_global:
         return
+    where = f"fit({name}=…)" if name in ("train", "val") else f"{name}()"
     raise DataError(
-        f"fit({name}=…) got a {type(data).__name__}: pass global_batch= to the Trainer, "
+        f"{where} got a {type(data).__name__}: pass global_batch= to the Trainer, "
         "the samples per optimizer step over all ranks, or per_device_batch=, those that "
         "one rank puts through the model at once."
     )
 
 
 def engine_options(
-    trainer: TrainerBase, train: Any, world: World, *, goes_on: bool
+    trainer: TrainerBase, train: Any, world: World, *, goes_on: bool, verb: str = "fit"
 ) -> EngineOptions:
-    """The options of the engine, with the bound on a pass that the sizes of a batch come to."""
+    """The options of the engine, with the bound on a pass that the sizes of a batch come to.
+
+    ``train`` is what the engine will see, be it by ``fit`` or by another ``verb``.
+    """
+    if verb != "fit":
+        check_batch_is_stated(trainer.batch, train, verb)
     options = trainer.engine_options
     layout = layout_in_world(options, world.size)
     if isinstance(train, Loader):

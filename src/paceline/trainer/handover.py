@@ -151,6 +151,7 @@ def take(trainer: TrainerBase, left: Left, train: Any) -> None:
     state = left.engine
     _take_model(trainer, state.pop("model"))
     optimizer = trainer.optimizer
+    assert optimizer is not None  # nothing is trained without one
     if not isinstance(optimizer, Optimizer):
         optimizer = optimizer([p for p in trainer.model.parameters() if p.requires_grad])
         trainer.optimizer = optimizer

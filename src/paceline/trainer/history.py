@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import paceline.events as events
+from paceline.errors import TrainingError
 from paceline.events import (
     EpochDone,
     EvalDone,
     Event,
     HangFound,
+    Logged,
     Restarting,
     RunFinished,
     RunStarted,
@@ -22,6 +26,7 @@ from paceline.events import (
     WireUsed,
 )
 from paceline.events.wording import at_step
+from paceline.options.checkpointing import direction
 
 
 @dataclass
@@ -36,6 +41,8 @@ class History:
     steps: list[StepDone] = field(default_factory=list)
     evals: list[EvalDone] = field(default_factory=list)
     epochs: list[EpochDone] = field(default_factory=list)
+    from_callbacks: list[Logged] = field(default_factory=list)
+    """What callbacks have logged."""
     splits: list[StepSplit] = field(default_factory=list)
     """Where the time of the steps went, by rank."""
     wire: list[WireUsed] = field(default_factory=list)
@@ -67,6 +74,8 @@ class History:
             # After a resume the run has gone back: what came later did not happen.
             self._rewind(event.step)
             self.steps.append(event)
+        elif isinstance(event, Logged):
+            self.from_callbacks.append(event)
         elif isinstance(event, EvalDone):
             self.evals = [e for e in self.evals if e.step != event.step]
             self.evals.append(event)
@@ -96,11 +105,22 @@ class History:
             self.steps = [s for s in self.steps if s.step < step]
             self.evals = [e for e in self.evals if e.step < step]
             self.epochs = [e for e in self.epochs if e.step < step]
+            self.from_callbacks = [e for e in self.from_callbacks if e.step < step]
 
     @property
     def losses(self) -> list[float]:
         """The training loss of every step."""
         return [record.loss for record in self.steps]
+
+    def logged(self, name: str) -> list[float]:
+        """What was logged under ``name``, step by step; see ``paceline.log``."""
+        by_step = {record.step: record.values[name] for record in self._from_callbacks_of(name)}
+        by_step |= {r.step: r.logged[name] for r in self.steps if name in r.logged}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def _from_callbacks_of(self, name: str) -> list[Logged]:
+        """The values of ``name`` that callbacks have logged, with their steps."""
+        return [record for record in self.from_callbacks if name in record.values]
 
     def metric(self, name: str = "loss") -> list[float]:
         """A validation metric, evaluation by evaluation."""
@@ -111,6 +131,23 @@ class History:
         """The last validation loss, if there was one."""
         values = self.metric("loss")
         return values[-1] if values else None
+
+    def best(
+        self, metric: str = "loss", mode: Literal["min", "max"] | None = None
+    ) -> EvalDone | None:
+        """The evaluation with the best value of ``metric``; ``None`` where none has it.
+
+            history.best("accuracy", mode="max").step
+
+        Of a loss less is better; of any other metric ``mode`` says whether ``"min"`` or ``"max"``
+        is. Of equal ones the first counts, and none that is not finite.
+        """
+        wanted = direction(metric, mode, f"History.best({metric!r})")
+        if wanted not in ("min", "max"):
+            raise TrainingError(f"History.best: mode={mode!r} must be 'min' or 'max'.")
+        found = [e for e in self.evals if math.isfinite(e.metrics.get(metric, math.nan))]
+        pick = min if wanted == "min" else max
+        return pick(found, key=lambda e: e.metrics[metric], default=None)
 
     @property
     def samples(self) -> int:

@@ -10,10 +10,12 @@ from paceline.checkpoint.checkpoints import Checkpoints, Restored
 from paceline.data import Loader
 from paceline.engine import StepResult
 from paceline.engine.internals import internals_of
+from paceline.engine.logged import LoggedByName, LoggedValue
 from paceline.errors import LaunchError, NonFiniteError
 from paceline.events import (
     EpochDone,
     EvalDone,
+    Logged,
     MemoryMeasured,
     NonFinite,
     Note,
@@ -21,11 +23,13 @@ from paceline.events import (
     RunStarted,
     StepDone,
 )
+from paceline.log_values import REDUCTIONS
 from paceline.sync.deferred_numbers import LAG
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import CallbackStates, sign_of, value_of
 from paceline.trainer.evaluate import evaluate
 from paceline.trainer.history import History
+from paceline.trainer.pass_progress import PassProgress
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.save_schedule import Saves, due
 from paceline.trainer.saved_fields import (
@@ -41,10 +45,17 @@ from paceline.trainer.stop_requests import GO_ON, INTERRUPT, LEAVE, Interrupted,
 from paceline.trainer.sync_notes import starting_notes
 from paceline.trainer.sync_reports import WireReports
 
+
+def _is_logged(value: Any) -> bool:
+    is_three = isinstance(value, list) and len(value) == 3
+    return is_three and is_number(value[0]) and is_number(value[1]) and value[2] in REDUCTIONS
+
+
 _SAVED: dict[str, Fits] = {
     "epoch_loss": is_number,
     "epoch_samples": is_count,
     "epoch_seconds": is_number,
+    "epoch_logged": lambda value: isinstance(value, dict) and all(map(_is_logged, value.values())),
     "evaluated_at": is_whole,
     "evaluation_due": lambda value: isinstance(value, bool),
     "last_metrics": is_metrics,
@@ -95,6 +106,7 @@ class Loop:
         self.samples = 0
         self._steps_run = 0
         self._unreported: list[tuple[int, StepResult, float]] = []
+        self.epoch_logged: dict[str, list[Any]] = {}  # name: total, count, how they are reduced
 
     def run(self) -> History:
         """Train to the end, or to where the ranks agreed to stop."""
@@ -259,6 +271,10 @@ class Loop:
                     detail=result.problem.detail,
                 )
             )
+        if late := result.log_values(late=True):
+            self._tell_logged(result.step - 1, late)
+        logged = result.log_values()
+        self._log_for_epoch(logged)
         self.reporter.emit(
             StepDone(
                 step=result.step,
@@ -269,8 +285,24 @@ class Loop:
                 seconds=seconds,
                 grad_norm=result.grad_norm,
                 skipped=result.skipped,
+                logged={name: one.value for name, one in logged.items()},
             )
         )
+
+    def _log_for_epoch(self, logged: LoggedByName) -> None:
+        for name, one in logged.items():
+            known = self.epoch_logged.get(name)
+            joined = one if known is None else LoggedValue(*known).joined(one)
+            self.epoch_logged[name] = [joined.total, joined.count, joined.reduce]
+
+    def _tell_logged(self, step: int, logged: LoggedByName) -> None:
+        values = {name: one.value for name, one in logged.items()}
+        self.reporter.emit(Logged(step=step, values=values))
+
+    def _flush_logged(self) -> None:
+        """Report what was logged since the last step, or by replicas that train alone."""
+        if logged := internals_of(self.engine).context.microbatches.logs.flush():
+            self._tell_logged(self.engine.steps_done, logged)
 
     def _epoch_done(self, epoch: int) -> None:
         self._catch_up()
@@ -278,6 +310,8 @@ class Loop:
         loss = self.epoch_loss / samples if samples else math.nan
         seconds = self.epoch_seconds
         self.epoch_loss, self.epoch_samples, self.epoch_seconds = 0.0, 0, 0.0
+        logged = {name: LoggedValue(*one).value for name, one in self.epoch_logged.items()}
+        self.epoch_logged = {}
         self.reporter.emit(
             EpochDone(
                 step=self.engine.steps_done,
@@ -285,8 +319,11 @@ class Loop:
                 loss=loss,
                 samples=samples,
                 seconds=seconds,
+                logged=logged,
             )
         )
+        if self.engine.in_round:
+            self._flush_logged()
         self._each("on_epoch_end", self.trainer, epoch)
         if self.trainer.evaluation.every is None:
             self._evaluate()
@@ -299,12 +336,16 @@ class Loop:
             return
         self._catch_up()
         self.evaluation_due = True
+        batches = self.trainer.evaluation.batches
+        progress = PassProgress(self.reporter.emit, "evaluation", step, self.val, batches)
+
+        def between() -> None:
+            self._leave_if_interrupted()
+            progress.batch_done()
+
+        progress.begin()
         metrics, samples, seconds = evaluate(
-            self.engine,
-            self.val,
-            self.trainer.metrics,
-            batches=self.trainer.evaluation.batches,
-            between=self._leave_if_interrupted,
+            self.engine, self.val, self.trainer.metrics, batches=batches, between=between
         )
         self.evaluated_at, self.last_metrics, self.evaluation_due = step, metrics, False
         epoch = self.trainer.epoch
@@ -394,6 +435,7 @@ class Loop:
 
     def _finish(self, reason: str) -> History:
         self._catch_up()
+        self._flush_logged()
         if reason == "stopped" and self.stops.reason:
             step = self.engine.steps_done
             self.reporter.emit(Note(message=f"stopped at step {step}: {self.stops.reason}"))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.config import Config, import_target, learning_rate, load, lr_factor
+from paceline.config import Config, Target, import_target, load
 from paceline.config.code import code_folders
-from paceline.credentials import revealed
-from paceline.data import steps_per_epoch
 from paceline.data.text import ByteText, unigram_loss
 from paceline.engine.loss import LossFunction
 from paceline.errors import ConfigError, LayoutError
@@ -25,6 +20,15 @@ from paceline.launch.run_folder import RunFolder
 from paceline.layout import Layout
 from paceline.layout.fitting import fit
 from paceline.layout.layout import read_degrees
+from paceline.trainer.config_parts import (
+    arguments_of,
+    make_callbacks,
+    make_collate,
+    make_function,
+    make_metrics,
+    make_optimizer,
+    make_schedule,
+)
 from paceline.trainer.history import History
 from paceline.trainer.trainer import Trainer
 from paceline.world import World
@@ -56,22 +60,14 @@ def from_config(
     train, val = make_datasets(config)
     if world.is_main:
         _tell_about(config, layout, train, val, run_dir, again=world.restart_count > 0)
-    trainer = Trainer(
+    optimizer = make_optimizer(config, model)
+    trainer = make_trainer(
+        config,
         model,
-        optimizer=make_optimizer(config, model),
-        loss=make_loss(config),
-        global_batch=config.batch.global_batch,
-        run_dir=run_dir,
-        seed=config.seed,
-        measure_memory=config.track.memory,
-        split_every=config.track.split_every,
-        progress=False,  # the launcher reads the events and shows them
-        data=config.data.options(),
-        evaluation=config.train.evaluation(),
-        checkpoint=config.checkpoint.options(),
-        **engine_options(config, train, layout),
+        run_dir,
+        optimizer=optimizer,
+        **engine_options(config, train, optimizer, layout),
     )
-    trainer.events_are_shown = True
     trainer.grace = config.launch.grace
     if settings is not None and (world.is_main or (own_folder and world.local_rank == 0)):
         new = settings.read_text(encoding="utf-8")
@@ -79,6 +75,28 @@ def from_config(
     return trainer.fit(
         train, val, epochs=config.train.epochs, steps=config.train.steps, resume=resume
     )
+
+
+def make_trainer(config: Config, model: nn.Module, run_dir: Path, **more: Any) -> Trainer:
+    """The trainer of ``model`` that ``config`` describes; ``more``: its optimizer and engine."""
+    trainer = Trainer(
+        model,
+        loss=make_loss(config),
+        global_batch=config.batch.global_batch,
+        run_dir=run_dir,
+        seed=config.seed,
+        measure_memory=config.track.memory,
+        split_every=config.track.split_every,
+        metrics=make_metrics(config),
+        callbacks=make_callbacks(config),
+        progress=False,  # the launcher reads the events and shows them
+        data=config.data.options(make_collate(config)),
+        evaluation=config.train.evaluation(),
+        checkpoint=config.checkpoint.options(),
+        **more,
+    )
+    trainer.events_are_shown = True
+    return trainer
 
 
 def layout_for(config: Config, ranks: int) -> Layout:
@@ -103,13 +121,15 @@ def _tell_about(
         append(run_dir, Baseline(name="byte unigrams of the same text", loss=loss))
 
 
-def engine_options(config: Config, train: Any, layout: Layout | None = None) -> dict[str, Any]:
-    """The engine's options that ``config`` names, for training on the dataset ``train``.
+def engine_options(
+    config: Config, train: Any, optimizer: Optimizer, layout: Layout | None = None
+) -> dict[str, Any]:
+    """The engine's options that ``config`` names, for ``optimizer`` on the dataset ``train``.
 
     ``layout`` stands in for that of ``config``.
     """
     options = config.engine_options(
-        layout=layout or config.layout, schedule=make_schedule(config, train)
+        layout=layout or config.layout, schedule=make_schedule(config, train, optimizer)
     )
     return options.arguments()
 
@@ -117,7 +137,7 @@ def engine_options(config: Config, train: Any, layout: Layout | None = None) -> 
 def make_model(config: Config) -> nn.Module:
     """The model that ``config`` names, on the CPU."""
     model = import_target(config.model.target, code_folders(config))(
-        **_arguments(config.model.args)
+        **arguments_of(config.model.args)
     )
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -129,48 +149,36 @@ def make_model(config: Config) -> nn.Module:
 
 def make_datasets(config: Config) -> tuple[Any, Any]:
     """The training and the validation dataset; the latter may be ``None``."""
-    made = import_target(config.data.target, code_folders(config))(**_arguments(config.data.args))
+    made = import_target(config.data.target, code_folders(config))(**arguments_of(config.data.args))
     train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if config.data.val is not None:
-        val = import_target(config.data.val.target, code_folders(config))(
-            **_arguments(config.data.val.args)
+    return train, val if config.data.val is None else _make_val(config.data.val, config)
+
+
+def make_dataset(config: Config, name: str) -> Any:
+    """The ``train`` or ``val`` dataset alone; the other is not made where it need not be."""
+    if name == "val" and config.data.val is not None:
+        return _make_val(config.data.val, config)
+    train, val = make_datasets(config)
+    if name == "train":
+        return train
+    if val is None:
+        raise ConfigError(
+            f"the run has no validation data: data.target {config.data.target!r} returns one "
+            "dataset, and data.val is not set. Name the data with --data package.module:function, "
+            "or --data train."
         )
-    return train, val
+    return val
+
+
+def _make_val(target: Target, config: Config) -> Any:
+    return import_target(target.target, code_folders(config))(**arguments_of(target.args))
 
 
 def make_loss(config: Config) -> LossFunction | None:
     """A class makes the loss; a function is the loss, with its arguments filled in."""
     if config.loss is None:
         return None
-    found: Callable[..., Any] = import_target(config.loss.target, code_folders(config))
-    args = _arguments(config.loss.args)
-    if inspect.isclass(found):
-        return cast(LossFunction, found(**args))
-    return functools.partial(found, **args) if args else found
-
-
-def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
-    """The optimizer over the trainable parameters of ``model``, at the scaled rate."""
-    section = config.optimizer
-    arguments = {"lr": learning_rate(config), **_arguments(section.args)}
-    if section.weight_decay is not None:
-        arguments["weight_decay"] = section.weight_decay
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return import_target(section.target, code_folders(config))(trainable, **arguments)
-
-
-def _arguments(args: dict[str, Any]) -> dict[str, Any]:
-    """``args`` with the credentials that they refer to, which no other process gets to see."""
-    return cast(dict[str, Any], revealed(args, everywhere=False))
-
-
-def make_schedule(config: Config, train: Any) -> Callable[[int], float]:
-    """The factor on the learning rate, as a function of the step."""
-    total = config.train.steps
-    if total is None and config.train.epochs is not None and hasattr(train, "__len__"):
-        per_epoch = steps_per_epoch(len(train), config.batch.global_batch, config.data.drop_last)
-        total = config.train.epochs * per_epoch
-    return lambda step: lr_factor(config.schedule, step, total)
+    return cast(LossFunction, make_function(config, config.loss.target, config.loss.args))
 
 
 def main() -> None:

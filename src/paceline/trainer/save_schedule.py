@@ -10,7 +10,7 @@ from typing import Any
 from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.checkpoint.sharded.async_saver import SaveOutcome
 from paceline.errors import CheckpointError, NotSaved
-from paceline.events import CheckpointFailed, CheckpointSaved, Note
+from paceline.events import CheckpointFailed, CheckpointSaved, Note, PhaseProgress
 from paceline.sync.deferred_numbers import LAG
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.reporting import Reporter
@@ -164,6 +164,7 @@ class Saves:
         self.saved_at = step
         self.pulse.pause()
         self._retry_at = None
+        self.reporter.emit(PhaseProgress(phase="checkpoint", step=step))
         try:
             with self.pulse.during("checkpoint"):
                 self.checkpoints.save(reason=reason, metrics=metrics, info=info)

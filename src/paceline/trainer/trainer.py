@@ -52,7 +52,6 @@ from paceline.trainer.arguments import (
     check_run_dir,
     check_uses_of_val,
 )
-from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import Callback
 from paceline.trainer.evaluate import Metric
 from paceline.trainer.fit_data import (
@@ -64,6 +63,7 @@ from paceline.trainer.fit_data import (
 )
 from paceline.trainer.fit_processes import fit_on_new_ranks
 from paceline.trainer.history import History, where_stopped
+from paceline.trainer.inference import InferenceTrainer
 from paceline.trainer.loop import Loop
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.stop_requests import StopRequests
@@ -71,8 +71,8 @@ from paceline.trainer.weights import load_weights
 from paceline.world import World
 
 
-class Trainer(TrainerBase):
-    """Trains a model on a dataset, on whatever world it is started in.
+class Trainer(InferenceTrainer):
+    """Trains a model on a dataset, on whatever world it is started in; evaluates and predicts.
 
     ``model``, ``loss``, ``optimizer`` and what is not listed here (``layout``, ``precision``,
     ``clip_norm``, …) are those of ``paceline.Engine``.
@@ -89,7 +89,7 @@ class Trainer(TrainerBase):
             random.
         metrics: Validation metrics by name, called as metric(output, target) on each batch and
             returning its mean over the samples or a pair (sum, count); or paceline.WholeSet for
-            metrics that need everything at once.
+            metrics that need everything at once, or a metric of torchmetrics.
         callbacks: Code called during the run: paceline.Callback.
         trackers: Readers of the run's events, such as those in paceline.track.
         progress: Show a progress bar, or lines where the output is not a terminal.
@@ -108,7 +108,7 @@ class Trainer(TrainerBase):
         self,
         model: nn.Module,
         *,
-        optimizer: Optimizer | OptimizerFactory,
+        optimizer: Optimizer | OptimizerFactory | None = None,
         loss: LossFunction | None = None,
         global_batch: int | None = None,
         per_device_batch: int | None = None,
@@ -152,7 +152,7 @@ class Trainer(TrainerBase):
         **unknown: Never,
     ) -> None:
         refuse_unknown(Trainer, unknown, beside=Trainer.fit)
-        check_arguments(model, loss, optimizer)
+        check_arguments(model, loss, optimizer, may_only_predict=True)
         self.engine_options = EngineOptions.of(
             layout=layout,
             microbatch=microbatch,
@@ -235,6 +235,11 @@ class Trainer(TrainerBase):
         """
         refuse_unknown(Trainer.fit, unknown, beside=Trainer)
         check_length(epochs, steps)
+        if self.optimizer is None:
+            raise TrainingError(
+                "fit: this trainer was made without an optimizer, to evaluate and predict. Pass "
+                "optimizer= to the Trainer, such as torch.optim.AdamW(model.parameters())."
+            )
         check_folder(self, resume)
         check_uses_of_val(self, val)
         check_restarts(max_restarts)
@@ -286,14 +291,18 @@ class Trainer(TrainerBase):
         world.seed(self.seed)
         restarted = world.restart_count > 0
         options = engine_options(self, train, world, goes_on=resume or restarted)
-        self._engine = Engine(
-            self.model,
-            optimizer=self.optimizer,
-            loss=self.loss,
-            world=world,
-            **options.arguments(),
-        )
-        self.model, self.optimizer = self._engine.model, self._engine.optimizer
+        # One that has only evaluated or predicted so far goes on to train.
+        engine = None if self._has_fitted else self._engine
+        if engine is None or engine.world is not world or engine.options != options:
+            engine = Engine(
+                self.model,
+                optimizer=self.optimizer,
+                loss=self.loss,
+                world=world,
+                **options.arguments(),
+            )
+        self._engine, self._has_fitted = engine, True
+        self.model, self.optimizer = engine.model, engine.optimizer
         train_loader = make_loader(self, train, "train")
         val_loader = None if val is None else make_loader(self, val, "val")
         expect_all_ranks(train_loader, val_loader, alone=options.local_steps is not None)

@@ -17,6 +17,7 @@ from paceline.diagnose.hangs.rank_heartbeat import (
 )
 from paceline.diagnose.hangs.stacks import spot
 from paceline.diagnose.hangs.waits import OpenCollective, Waits
+from paceline.events.wording import phase_text
 from paceline.formatting import ranks_text
 
 _NATIVE = "is in native code that does not give Python's interpreter back"
@@ -193,6 +194,7 @@ def _missing_text(ranks: tuple[int, ...], reports: Mapping[int, RankReport], wai
 
 def _rank_line(report: RankReport, waits: Waits) -> str:
     step = "" if report.step is None else f"step {report.step}, "
+    step += f"{phase}, " if (phase := phase_text(report.phase)) else ""
     inside = [m for m in waits.collectives if report.rank in m.inside]
     if report.state != ANSWERS:
         return f"{step}{doing(report)}"

@@ -76,7 +76,9 @@ def headline(story: Story) -> str:
         case "interrupted":
             return f"was told to stop {at}, and did; {_saved(story)}"
         case "running":
-            return f"is running{'' if not facts.step else f', {at}'}{speed}{_left(story)}"
+            phase = f", {facts.phase}" if facts.phase else ""
+            step = f", {at}" if facts.step else ""
+            return f"is running{phase}{step}{speed}{_left(story)}"
         case "gave_up":
             why = next((c.text for c in reversed(story.chapters) if c.kind == GaveUp.__name__), "")
             return f"failed {at} and {why}; {_saved(story)}"

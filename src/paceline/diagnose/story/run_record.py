@@ -165,7 +165,7 @@ def _is_held(path: Path) -> bool | None:
 
 def _grows(run: RunFolder, events: list[Event], now: float | None) -> bool:
     """Whether the last event is but a moment old: a few of the run's longest recent steps."""
-    if isinstance(events[-1], RunFinished | RunFailed | GaveUp):
+    if not events or isinstance(events[-1], RunFinished | RunFailed | GaveUp):
         return False
     steps = [e.seconds for e in events[-50:] if isinstance(e, StepDone)]
     moment = max(_FRESH_SECONDS, 5 * max(steps, default=0.0))

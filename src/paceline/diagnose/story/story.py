@@ -21,14 +21,18 @@ from paceline.diagnose.story.rank_logs import LogFolder, LogSource, NoLogs
 from paceline.diagnose.story.run_record import find_run, is_running, read_record
 from paceline.diagnose.story.timeline import TimelineEntry, timeline_of
 from paceline.events import (
+    CheckpointFailed,
     CheckpointSaved,
+    EvalDone,
     Event,
     GaveUp,
+    PhaseProgress,
     Restarting,
     RunFinished,
     RunStarted,
     StepDone,
 )
+from paceline.events.wording import phase_progress_text
 from paceline.track.pace import Pace
 
 
@@ -47,6 +51,8 @@ class RunStatus:
     saved_step: int | None = None
     starts: int = 0
     began: float = 0.0
+    phase: str = ""
+    """What it does between steps, if it does: ``evaluating (40 of 100 batches)``."""
     last_event: str = ""
     last_event_at: float = 0.0
 
@@ -195,7 +201,12 @@ def _first_of_budget(attempts: Sequence[Attempt], wrong: Sequence[RunFault]) -> 
 def _facts(attempts: Sequence[Attempt], events: Sequence[Event]) -> RunStatus:
     pace = Pace()
     step = total = loss = None
+    phase = ""
     for event in events:
+        if isinstance(event, PhaseProgress):
+            phase = phase_progress_text(event)
+        elif isinstance(event, StepDone | EvalDone | CheckpointSaved | CheckpointFailed):
+            phase = ""
         if isinstance(event, StepDone):
             pace.add(event)
             step, loss = event.step, event.loss
@@ -214,6 +225,7 @@ def _facts(attempts: Sequence[Attempt], events: Sequence[Event]) -> RunStatus:
         saved_step=saved[-1].step if saved else None,
         starts=len(attempts),
         began=events[0].time,
+        phase=phase,
         last_event=type(events[-1]).__name__,
         last_event_at=events[-1].time,
     )

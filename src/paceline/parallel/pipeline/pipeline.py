@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import paceline.parallel.pipeline.tied_weights as tied
 from paceline.layout.pipeline_schedules import check_schedule
+from paceline.log_values import LogSink
 from paceline.options import Pipelining
 from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline.activations import wire_spec
@@ -86,6 +87,7 @@ class Pipeline:
         self._shapes: dict[Any, ShapeRun] = {}
         self._schedules: dict[int, tuple[Any, list[Stage]]] = {}
         self._ties_checked = False
+        self._sink: LogSink | None = None
 
     @property
     def stages(self) -> list[StageModule]:
@@ -108,6 +110,10 @@ class Pipeline:
     def follow_draws(self, randomness: ForwardRandomness) -> None:
         """Let ``randomness`` know which microbatch a stage runs, and which calls others run."""
         self._step.randomness = self._skeleton.randomness = randomness
+
+    def log_to(self, sink: LogSink) -> None:
+        """What the model logs in steps and evaluations goes to ``sink``."""
+        self._sink = sink
 
     def minimum(self, at_least: int = 1) -> int:
         """The fewest microbatches, from ``at_least`` up, that the schedule can run."""
@@ -166,9 +172,12 @@ class Pipeline:
         return self._finish(len(parts))
 
     @torch.no_grad()
-    def evaluate(self, parts: list[Part]) -> list[Term | None]:
-        """The terms of all microbatches, with their outputs, on the rank of the last stage."""
-        self._start(parts, None)
+    def evaluate(self, parts: list[Part], purpose: Hashable = None) -> list[Term | None]:
+        """The terms of all microbatches, with their outputs, on the rank of the last stage.
+
+        ``purpose`` tells apart calls in which the module computes other things of equal batches.
+        """
+        self._start(parts, None, purpose)
         self._step.keep_output = True
         sends: list[Any] = []
         for number in range(len(parts)):
@@ -217,13 +226,18 @@ class Pipeline:
             tied.check_alike(name, seen)
         self._ties_checked = True
 
-    def _start(self, parts: list[Part], scale: Tensor | None) -> None:
-        microbatches = [Microbatch(part, items, self._known(part)) for part, items in parts]
+    def _start(self, parts: list[Part], scale: Tensor | None, purpose: Hashable = None) -> None:
+        known = [self._known(part, purpose) for part, _ in parts]
+        microbatches = [
+            Microbatch(part, items, shapes)
+            for (part, items), shapes in zip(parts, known, strict=True)
+        ]
         self._step.microbatches = microbatches
         self._step.scale = scale
         self._step.terms = []
         self._step.failure = None
         self._step.keep_output = False
+        self._step.sink = self._sink if purpose is None else None
         for work in self._work:
             work.start()
 
@@ -257,9 +271,9 @@ class Pipeline:
             for microbatch in self._step.microbatches
         ]
 
-    def _known(self, part: Any) -> ShapeRun:
+    def _known(self, part: Any, purpose: Hashable) -> ShapeRun:
         """What the model's modules return for a batch of this shape."""
-        key = (signature(part), self._skeleton.model.training)
+        key = (signature(part), self._skeleton.model.training, purpose)
         if key not in self._shapes:
             while len(self._shapes) >= _SHAPES_KEPT:
                 del self._shapes[next(iter(self._shapes))]

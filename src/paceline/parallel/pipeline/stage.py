@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
+from paceline.log_values import LogSink, Recording, closed, recording
 from paceline.nested import map_leaves, tensors
 from paceline.parallel.loss_term import Term
 from paceline.parallel.pipeline.activations import enter, leave
@@ -58,6 +59,7 @@ class StageRun(ModelRun):
         self._received, self._wanted = received, frozenset(wanted)
         self._replacements, self._pass_over = replacements, pass_over
         self._started = first == 0
+        self.recording: Recording | None = None
         self.found: dict[Name, Tensor] = {}
         for name, tensor in received.items():
             self._put(tensor, name, absent=False)
@@ -104,7 +106,10 @@ class StageRun(ModelRun):
                 self.set_mark(given[index], ("arg", self.calls, index))
             if self.calls == self._last:
                 raise StageEnd
-            self._started = self._started or self.calls == self._first
+            if self.calls == self._first:
+                self._started = True
+                if self.recording is not None:  # what came before was logged by earlier stages
+                    self.recording.open = True
             if self._started:
                 args, kwargs = self.use((args, kwargs), f"the call of {name!r}")
                 given = list(tensors((args, kwargs)))
@@ -165,6 +170,8 @@ class PipelineStep:
     failure: Exception | None = None
     randomness: ForwardRandomness | None = None
     """What the microbatches draw from."""
+    sink: LogSink | None = None
+    """Where what the model logs goes."""
 
     def drawing(self, part: Any) -> None:
         """``part`` goes through the model next; None: nothing does."""
@@ -282,9 +289,13 @@ class StageWork:
         term: Term | None = None
         # A microbatch without items is a placeholder: it takes part and counts for nothing.
         aside = nullcontext() if microbatch.items else not_counting(self.module)
-        with self._context(), aside, self._skeleton.running(run, bindings):
-            result = self._called(microbatch.part, microbatch.items or 1)
-            term = run.use(result, "the loss")
+        logging = recording(self._step.sink, microbatch.items)
+        with self._context(), aside, logging, closed() as run.recording:
+            if run.recording is not None:
+                run.recording.open, run.recording.apart = self._first == 0, run.paused
+            with self._skeleton.running(run, bindings):
+                result = self._called(microbatch.part, microbatch.items or 1)
+                term = run.use(result, "the loss")
         if self.is_last:
             assert term is not None
             return self._loss(term, microbatch.items)

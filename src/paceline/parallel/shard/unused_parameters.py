@@ -8,8 +8,9 @@ an optimizer leaves alone a parameter without a gradient, but decays one whose g
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ class ParameterUsage:
             parameter = self.slots[index].parameter
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = index
-                parameter.register_post_accumulate_grad_hook(self._note)
+                parameter.register_post_accumulate_grad_hook(_weak(self._note))
         self._running[unit] += 1
         inputs = [
             tensor for tensor in tensors((args, kwargs), every_field=True) if tensor.requires_grad
@@ -124,6 +125,17 @@ class ParameterUsage:
     def _note(self, parameter: Tensor) -> None:
         if self.counts:
             self._used[self._watched[parameter]] = True
+
+
+def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """``method`` for a hook that must not keep its object: no garbage collection sees it there."""
+    held = weakref.WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        if (found := held()) is not None:
+            found(tensor)
+
+    return call
 
 
 def _is_not_zero(gradient: Tensor | None) -> bool:

@@ -1,0 +1,73 @@
+"""``paceline predict``: what a run's model says of data, as a file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from paceline.cli.inference import (
+    DataSource,
+    Overrides,
+    Ranks,
+    Run,
+    ShareGpu,
+    Spread,
+    WhichWeights,
+    absolute,
+    run_inference,
+    weights_asked,
+)
+from paceline.cli.screen import echo
+
+
+def predict(
+    run: Run,
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="Where to: a name that ends in .npy, .npz, .safetensors or .jsonl."
+        ),
+    ],
+    which: WhichWeights = "last",
+    data: DataSource = "val",
+    take: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Keep this part of the output, like logits.", show_default=False
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a file that is there already.")
+    ] = False,
+    nproc: Ranks = None,
+    layout: Spread = None,
+    overrides: Overrides = None,
+    share_gpu: ShareGpu = False,
+) -> None:
+    """Write what the model of a run predicts: a row for each sample, in the order of the data.
+
+    The data needs no targets. The file is written as predictions come, and is there when it is
+    whole; on any layout and number of ranks it holds the same rows.
+    """
+    from paceline.trainer.prediction_files import check_out
+    from paceline.trainer.run_inference import InferenceRequest
+
+    path = check_out(absolute(out), overwrite=overwrite)
+    request = InferenceRequest(
+        "predict", which=weights_asked(which), out=str(path), overwrite=overwrite, take=take
+    )
+    outcome = run_inference(
+        run,
+        request,
+        data=data,
+        flags={
+            "--nproc": ("launch.nproc", nproc),
+            "--layout": ("layout", layout),
+            "--share-gpu": ("launch.share_gpu", "true" if share_gpu else None),
+        },
+        overrides=list(overrides or []),
+        quiet=False,
+    )
+    echo(f"{run}, {which}: step {outcome['step']}, {outcome['samples']} samples of {data}")
+    echo(f"  written to       {out}")
