@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.checkpoint import export_safetensors, find_checkpoint
 from paceline.errors import CheckpointError
+from paceline.events import Note, read
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 DATA = TensorDataset(X, (X.sum(1) > 0).long())
@@ -87,8 +88,11 @@ def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path) -> None:
     found = resumed.engine.whole_parameters(weights="ema")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     # Switched on in the middle, it begins with the weights of the checkpoint.
-    late = make(tmp_path / "run", ema=0.8)
-    late.fit(DATA, epochs=3, resume=True)
+    make(tmp_path / "plain").fit(DATA, epochs=1)
+    late = make(tmp_path / "plain", ema=0.8)
+    late.fit(DATA, epochs=2, resume=True)
+    told = [event.message for event in read(tmp_path / "plain") if isinstance(event, Note)]
+    assert any("step 4 has no averaged weights" in message for message in told)
 
 
 def test_ranks_that_are_brought_up_hand_it_over() -> None:

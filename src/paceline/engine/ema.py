@@ -36,12 +36,17 @@ class AveragedWeights:
         """The model's own values while the averages are in place, where dtypes differ."""
         self._is_in_place = False
         self._is_complete = False
-        self.notes: list[str] = []
+        self._notes: list[str] = []
 
     @property
     def has_begun(self) -> bool:
         """Whether there is an average that may differ from the model."""
         return bool(self._averages)
+
+    def take_notes(self) -> list[str]:
+        """What there is to tell the user since this was last asked."""
+        notes, self._notes = self._notes, []
+        return notes
 
     # ------------------------------------------------------------------ training
 
@@ -160,6 +165,14 @@ class AveragedWeights:
             for name, copies in averages.items()
         }
         self._is_complete = False
+
+    def begin_late(self, step: int) -> None:
+        """A run was resumed at ``step`` from a checkpoint without averaged weights."""
+        if step > self.options.start:
+            self._notes.append(
+                f"the checkpoint of step {step} has no averaged weights (ema): the average begins "
+                "with its weights"
+            )
 
     def take_whole(self, averages: Mapping[str, Tensor]) -> None:
         """Go on from these, whole tensors by name."""

@@ -191,6 +191,8 @@ class RankStates:
                 target.copy_(value)
         if self._context.average is not None:
             self._context.average.take(average)
+            if not averages and "step" in found:
+                self._context.average.begin_late(found["step"])
         if "step" in found:
             self._take_training(found, state)
             self._context.sync.state.load(saved, found, load, dict(self._own_buffers()))
