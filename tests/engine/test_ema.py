@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from engine.test_layouts import batches, make_engine, own_share
+from engine.test_layouts import batches, make_engine, make_gpt, own_share
 from paceline.engine.internals import internals_of
 from paceline.errors import LayoutError, TrainingError
+from paceline.models.gpt import token_cross_entropy
 
 DECAY = 0.7
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -86,6 +87,13 @@ def test_every_layout_has_the_average_of_one_process(ranks: Any, tmp_path: Path)
                 checkpoints.restore()
                 train(other, 5)
             found[layout] += (other.whole_parameters(weights="ema"),)
+        with torch.device("meta"):
+            unmade = make_gpt()
+        late = paceline.Engine(
+            unmade, loss=token_cross_entropy, layout="tp=2", precision="fp64", ema=DECAY
+        )
+        paceline.load_weights(late, where)  # waits for the first batch, which this is
+        found["meta"] = losses(late, "ema"), losses(late, "model")
         train(engine, 5)  # the last one, on its own and resumed
         again = make_engine(layout, ema=DECAY)
         with paceline.Checkpoints(where, again) as checkpoints:
@@ -102,7 +110,9 @@ def test_every_layout_has_the_average_of_one_process(ranks: Any, tmp_path: Path)
         alone.model.load_state_dict({**alone.model.state_dict(), **expected})
         ema_loss = losses(alone, "model")
     assert abs(model_loss - ema_loss) > 1e-4
-    for layout, found in ranks(job)[1].items():
+    on_layouts = ranks(job)[1]
+    assert on_layouts.pop("meta") == pytest.approx((ema_loss, model_loss), rel=1e-9)
+    for layout, found in on_layouts.items():
         average, loss, same, is_small, resumed = found
         assert same, f"{layout}: evaluating the average changed the model"
         assert is_small, f"{layout}: a rank holds more of the average than of the model"

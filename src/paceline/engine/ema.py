@@ -158,13 +158,21 @@ class AveragedWeights:
     @torch.no_grad()
     def take(self, averages: Mapping[str, Sequence[Tensor]]) -> None:
         """Go on from these, parts as this rank holds them; without any, begin again."""
-        self.check_not_in_place("load")
+        # A model from the meta device is loaded when the first batch has spread it: that may be in
+        # an evaluation which has asked for the average that only now is there.
+        is_awaited = self._is_in_place and not self._averages
+        if not is_awaited:
+            self.check_not_in_place("load")
         held = self._replica.held
         self._averages = {
             name: [own.to(average_dtype(held[name][0])) for own in copies]
             for name, copies in averages.items()
         }
         self._is_complete = False
+        if is_awaited:
+            self._is_in_place = False
+            self._exchange()
+            self._is_in_place = True
 
     def begin_late(self, step: int) -> None:
         """A run was resumed at ``step`` from a checkpoint without averaged weights."""
