@@ -56,6 +56,7 @@ class RankStates:
         return {
             "step": self._replica.steps_done,
             "aliases": self._whole.aliases,
+            **({"adapters": self._whole.adapters} if self._whole.adapters else {}),
             "groups": [
                 {**{k: v for k, v in group.items() if k != "params"}, "params": names}
                 for group, names in zip(
