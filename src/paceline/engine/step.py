@@ -36,6 +36,7 @@ def run_step(context: StepContext, batch: Any) -> StepResult:
     if context.clock is not None:
         wait_for_late_ranks(context)
     context.groups.follow(context.optimizer, replica.held, replica.model)
+    context.freezing.follow(replica.held, replica.steps_done)
     if replica.follow_freezing():
         context.sync.follow_freezing()
     for parameter in replica.parameters:

@@ -38,7 +38,7 @@ from paceline.checkpoint.weights.export_files import (
 from paceline.errors import CheckpointError
 from paceline.formatting import one_of
 
-FORMATS = ("safetensors", "hf", "peft", "torch")
+FORMATS = ("safetensors", "hf", "torch", "peft")
 _BY_ENDING = {
     ".safetensors": "safetensors",
     ".pt": "torch",
