@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -65,3 +66,31 @@ def _config(module: Any, config: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def names_before_adapters(model: nn.Module) -> dict[str, str | None]:
+    """By name of a tensor in a model with adapters: its name before peft came.
+
+    ``None`` for what belongs to an adapter alone. Names that peft left as they were are not listed.
+    """
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return {}
+    own = {name for told in describe_adapters(model) for name in told["tensors"].values()}
+    found: dict[str, str | None] = {}
+    for part, module in model.named_modules():
+        if not isinstance(module, peft.PeftModel):
+            continue
+        prefix, base = f"{part}." if part else "", module.get_base_model()
+        inner = next(f"{name}." for name, one in module.named_modules() if one is base)
+        for name in module.state_dict(keep_vars=True):
+            copied = _COPIED.sub(".", name)
+            if prefix + name in own and copied == name:
+                found[prefix + name] = None
+            elif name.startswith(inner):
+                found[prefix + name] = prefix + copied.removeprefix(inner)
+    return found
+
+
+_COPIED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")
+"""What peft puts into the name of a layer that it wraps, or of which it trains a copy."""

@@ -34,6 +34,11 @@ class RankStates:
     def __init__(self, context: StepContext, whole: WholeModel) -> None:
         self._context, self._replica, self._whole = context, context.replica, whole
 
+    @property
+    def whole(self) -> WholeModel:
+        """The names and shapes of the whole model."""
+        return self._whole
+
     # ------------------------------------------------------------------ saving
 
     def collect(self) -> RankState:

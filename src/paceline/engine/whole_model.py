@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from paceline.engine.peft_adapters import describe_adapters
+from paceline.engine.peft_adapters import describe_adapters, names_before_adapters
 
 
 class WholeModel:
@@ -42,3 +42,5 @@ class WholeModel:
         """Whether modules save more than tensors (``get_extra_state``)."""
         self.adapters = describe_adapters(model)
         """What each adapter of peft in it is made of."""
+        self.before_adapters = names_before_adapters(model)
+        """Names of tensors before adapters came; ``None`` for what is an adapter's own."""
