@@ -51,7 +51,10 @@ def translated(
     roles: dict[str, str] = {}
     reasons: dict[str, str] = {}
     prefix = _where_names_begin(model)
-    for name in splittable_modules(model):
+    names = splittable_modules(model)
+    # One layer of an attention that stays whole would meet others that are split.
+    others = any(adapted_layer(model, name).place == "other" for name in names)
+    for name in names:
         module = model.get_submodule(name)
         kind = kind_of(module)
         if kind in ("attention", "experts"):
@@ -63,8 +66,10 @@ def translated(
         layer, place = adapted_layer(model, name)
         planned = layer.removeprefix(prefix)
         style = next((s for p, s in own.items() if fnmatch.fnmatchcase(planned, p)), None)
-        if place == "other":
-            reasons[name] = "an adapter other than LoRA computes with it"
+        if others:
+            reasons[name] = (
+                "the model has adapters other than LoRA, which compute with whole layers"
+            )
         elif style is None:
             reasons[name] = "the model's own plan does not name it"
         elif style not in _STYLES:
