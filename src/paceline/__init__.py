@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from paceline.trainer import Trainer as Trainer
     from paceline.trainer import WholeSet as WholeSet
     from paceline.trainer import load_weights as load_weights
+    from paceline.trainer import save_adapter as save_adapter
     from paceline.world import World as World
     from paceline.world import collectives as collectives
 
@@ -69,6 +70,7 @@ _HOME = {
     "collectives": "paceline.world",
     "loader": "paceline.data",
     "load_weights": "paceline.trainer",
+    "save_adapter": "paceline.trainer",
     "parameter_groups": "paceline.engine.parameter_groups",
     "log": "paceline.log_values",
     "prepare": "paceline.engine",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
+from paceline.errors import TrainingError
 
 
 class Model(nn.Module):
@@ -158,3 +159,131 @@ def test_parameters_that_join_the_optimizer_later_are_saved_with_it(
         g["params"] for g in expected_saved["param_groups"]
     ]
     assert saved["state"].keys() == expected_saved["state"].keys()
+
+
+OPTIONS = {"freeze": ["stem.*", "blocks.2.bias"], "unfreeze_at": {"stem.*": 2, "blocks.0.*": 3}}
+
+
+def engine_by_rules(layout: str, **options: Any) -> paceline.Engine:
+    torch.manual_seed(0)
+    return paceline.Engine(
+        Model().double(),
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
+        layout=layout,
+        **{**OPTIONS, **options},
+    )
+
+
+def by_hand() -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """The parameters after each of five steps, in plain torch."""
+    torch.manual_seed(0)
+    model = Model().double()
+    named = dict(model.named_parameters())
+    start = {name: value.detach().clone() for name, value in named.items()}
+    trained = [value for name, value in named.items() if name != "blocks.2.bias"]
+    optimizer = torch.optim.AdamW(trained, lr=0.05, weight_decay=0.1)
+    after = []
+    for step in range(5):
+        for name, value in named.items():
+            late = 2 if name.startswith("stem") else 3 if name.startswith("blocks.0") else 0
+            value.requires_grad_(step >= late and name != "blocks.2.bias")
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        after.append({name: value.detach().clone() for name, value in named.items()})
+    return after, start
+
+
+def run_by_rules(folder: str, layouts: list[str]) -> dict[str, Any]:
+    """Five steps; and the last two of them again from a checkpoint of the third."""
+    made = {}
+    for layout in layouts:
+        engine = engine_by_rules(layout)
+        after = []
+        with paceline.Checkpoints(f"{folder}/{layout}", engine) as checkpoints:
+            for step in range(5):
+                engine.step(share_of(batch(step), engine.layout))
+                after.append(engine.whole_parameters())
+                if step == 2:
+                    checkpoints.save(wait=True)
+        again = engine_by_rules(layout)
+        with paceline.Checkpoints(f"{folder}/{layout}", again) as checkpoints:
+            checkpoints.restore()
+            for step in (3, 4):
+                again.step(share_of(batch(step), again.layout))
+        resumed = again.whole_parameters()
+        exact = all(torch.equal(resumed[name], value) for name, value in after[-1].items())
+        made[layout] = after, exact, engine.take_notes()
+    return made
+
+
+@pytest.mark.world(2)
+def test_rules_freeze_and_unfreeze_on_every_layout(ranks: Any, tmp_path: Path) -> None:
+    expected, start = by_hand()
+    layouts = [one for one in LAYOUTS if one != "dp=2,zero=2"]
+    for of_rank in ranks(run_by_rules, str(tmp_path), layouts):
+        for layout, (after, exact, notes) in of_rank.items():
+            for step, values in enumerate(expected):
+                for name, value in values.items():
+                    torch.testing.assert_close(
+                        after[step][name], value, rtol=0, atol=1e-9, msg=f"{layout} {step} {name}"
+                    )
+            for name, value in start.items():  # weight decay leaves alone what is frozen, too
+                until = (
+                    {"stem": 2, "bloc": 3}.get(name[:4], 0)
+                    if "blocks.0" in name or "stem" in name
+                    else 0
+                )
+                if name == "blocks.2.bias":
+                    until = 5
+                assert all(torch.equal(after[step][name], value) for step in range(until)), name
+            assert exact, layout
+            assert any("unfreeze_at: after step 2, stem.weight, stem.bias are" in n for n in notes)
+
+
+def test_rules_that_fit_nothing_are_refused() -> None:
+    with pytest.raises(
+        TrainingError, match=r"freeze: 'sten\.\*' matches no parameter of Model\. Did"
+    ):
+        engine_by_rules("dp=1", freeze="sten.*")
+    with pytest.raises(TrainingError, match=r"unfreeze_at: 'tail' matches no parameter of Model"):
+        engine_by_rules("dp=1", unfreeze_at={"tail": 3})
+    with pytest.raises(TrainingError, match=r"unfreeze_at=\{'stem.*': 0\} must be a dict from"):
+        engine_by_rules("dp=1", unfreeze_at={"stem.*": 0})
+    with pytest.raises(TrainingError, match=r"freeze=3 must be a pattern of names"):
+        engine_by_rules("dp=1", freeze=3)
+    with pytest.raises(TrainingError, match="leave none at the start: freeze fewer"):
+        engine_by_rules("dp=1", freeze="*")
+    model = Model()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    with pytest.raises(
+        TrainingError, match=r"stem.weight is to be trained from step 2 on, and is not"
+    ):
+        paceline.Engine(model, loss=F.cross_entropy, optimizer=optimizer, unfreeze_at={"stem.*": 2})
+    trainer = paceline.Trainer(
+        Model(), loss=F.cross_entropy, optimizer=torch.optim.SGD, global_batch=8, freeze=["hed.*"]
+    )
+    with pytest.raises(
+        TrainingError, match=r"freeze: 'hed\.\*' matches no parameter of Model\. Did"
+    ):
+        trainer.fit([(torch.zeros(4), 0)] * 8, steps=1, nproc=2)  # before any rank is started
+
+
+def test_a_trainer_hands_back_what_its_ranks_froze() -> None:
+    data = [(x, int(y)) for x, y in zip(*batch(0), strict=True)]
+    trainer = paceline.Trainer(
+        Model().double(),
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        global_batch=8,
+        progress=False,
+        **OPTIONS,
+    )
+    trainer.fit(data, steps=3, nproc=2)
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert "stem.weight" in trained
+    assert "blocks.2.bias" not in trained
+    assert "blocks.0.weight" in trained
+    trainer.fit(data, steps=3, nproc=1)

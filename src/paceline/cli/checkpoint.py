@@ -196,7 +196,7 @@ def export(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="safetensors, hf or torch; else as TARGET ends: .safetensors or .pt.",
+            help="safetensors, hf, peft or torch; else as TARGET ends: .safetensors or .pt.",
             show_default=False,
         ),
     ] = None,
@@ -236,9 +236,15 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint for other programs.
 
-    One safetensors file, a Hugging Face folder (hf), or a state dict of torch's (torch).
+    One safetensors file, a Hugging Face folder (hf), the folder of an adapter (peft), or a state
+    dict of torch's (torch).
     """
-    from paceline.checkpoint.weights.export import export_weights, format_for, weights_of
+    from paceline.checkpoint.weights.export import (
+        adapter_weights,
+        export_weights,
+        format_for,
+        weights_of,
+    )
     from paceline.cli.checkpoint_screen import bar, parse_size
     from paceline.cli.checkpoint_views import show_export
 
@@ -246,8 +252,13 @@ def export(
     largest = parse_size(max_shard)
     format = format_for(target, format)
     checkpoint = _find(where, step, best, metric, mode, follow=follow, key=key)
+<<<<<<< HEAD
     whose: dict[str, Any] = {"weights": "ema" if ema else "model", "engine": engine}
     weights = weights_of(checkpoint, part=part, dtype=dtype, **whose)
+=======
+    find = adapter_weights if format == "peft" else weights_of
+    weights = find(checkpoint, part=part, dtype=dtype)
+>>>>>>> work-finetune
     with bar("exporting", sum(weight.bytes for weight in weights)) as move:
         written = export_weights(
             checkpoint,

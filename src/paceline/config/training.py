@@ -229,6 +229,8 @@ class Train(Section):
     clip_value: float | None = _engine("clip_value")
     nonfinite: Literal["stop", "skip", "ignore"] = _engine("nonfinite")
     sync_batchnorm: bool = _engine("sync_batchnorm")
+    freeze: str | list[str] | None = _engine("freeze")
+    unfreeze_at: dict[str, Positive] | None = _engine("unfreeze_at")
 
     @model_validator(mode="before")
     @classmethod

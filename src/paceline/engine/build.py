@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 from paceline.engine.arguments import OptimizerFactory
 from paceline.engine.checks import check_loss_parameters, check_optimizer, check_schedule
 from paceline.engine.context import StepContext
+<<<<<<< HEAD
 from paceline.engine.ema import AveragedWeights
+=======
+from paceline.engine.freezing import Freezing
+>>>>>>> work-finetune
 from paceline.engine.initial_weights import start_from_one_model, start_from_one_optimizer
 from paceline.engine.internals import Internals
 from paceline.engine.learning_rate import LearningRate
@@ -46,6 +50,8 @@ _SAME_ON_ALL_RANKS = (
     "clip_value",
     "nonfinite",
     "sync_batchnorm",
+    "freeze",
+    "unfreeze_at",
     "initial_weights",
     "randomness",
     "ema",
@@ -59,6 +65,7 @@ def build(
     options: EngineOptions,
     layout: Layout,
     world: World,
+    freezing: Freezing,
 ) -> Internals:
     """Make what an engine consists of, and spread the model unless that needs a batch.
 
@@ -78,7 +85,7 @@ def build(
         module.to(world.device)
     precision.prepare(module)
     replica = Replica(model, layout, world, randomness=make_randomness(options, world))
-    optimizer = _made(optimizer, model)
+    optimizer = _made(optimizer, model, freezing)
     check_schedule(options.schedule, optimizer)
     start_from_one_optimizer(optimizer, model, world)
     groups = Groups(optimizer, model)
@@ -109,6 +116,7 @@ def build(
     context = StepContext(
         replica=replica,
         setup=setup,
+        freezing=freezing,
         loss=module,
         precision=precision,
         optimizer=optimizer,
@@ -140,12 +148,15 @@ class NoOptimizer(torch.optim.SGD):
         super().__init__(parameters, lr=0.0)
 
 
-def _made(optimizer: Optimizer | OptimizerFactory | None, model: nn.Module) -> Optimizer:
+def _made(
+    optimizer: Optimizer | OptimizerFactory | None, model: nn.Module, freezing: Freezing
+) -> Optimizer:
     if optimizer is None:
         return NoOptimizer(model.parameters())
     if not isinstance(optimizer, Optimizer) and callable(optimizer):
-        optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+        optimizer = optimizer(freezing.parameters())
     check_optimizer(optimizer, model)
+    freezing.check_are_held([p for group in optimizer.param_groups for p in group["params"]])
     return optimizer
 
 

@@ -22,8 +22,10 @@ _NAMES_TOLD = 5
 def check_model_and_options(model: nn.Module, options: EngineOptions) -> None:
     """Refuse a model without anything to train, and options that do not suit it."""
     if not any(p.requires_grad for p in model.parameters()):
+        asked = options.freeze or options.unfreeze_at
         raise TrainingError(
             f"{type(model).__name__} has no parameter that requires a gradient: nothing to train."
+            + (" freeze= and unfreeze_at= leave none at the start: freeze fewer." if asked else "")
         )
     if (sparse := sparse_embedding(model)) is not None:
         _check_rows_can_travel(sparse, options)
@@ -51,7 +53,7 @@ def check_rules_match(model: nn.Module, compress: Compression | str | None) -> N
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise TrainingError(
                 f"compress: rules: {pattern!r} matches no parameter of {type(model).__name__}. "
-                f"{_names_like(pattern, model, names)}"
+                f"{names_like(pattern, model, names)}"
             )
 
 
@@ -68,7 +70,7 @@ def rules_on_frozen(model: nn.Module, compress: Compression | str | None) -> lis
     return told
 
 
-def _names_like(pattern: str, model: nn.Module, names: list[str]) -> str:
+def names_like(pattern: str, model: nn.Module, names: list[str]) -> str:
     """Names that may have been meant."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     for alias, parameter in model.named_parameters(remove_duplicate=False):
@@ -76,6 +78,10 @@ def _names_like(pattern: str, model: nn.Module, names: list[str]) -> str:
             first = first_names[id(parameter)]
             return f"{alias!r} is the same parameter as {first!r}: name it so."
     near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3)
+    if not near:  # a part of the model may have been meant
+        steps = [name.split(".") for name in names]
+        parts = {".".join(s[:end]) + ".*" for s in steps for end in range(1, len(s))}
+        near = difflib.get_close_matches(pattern, sorted(parts), n=3)
     if near:
         return f"Did you mean {' or '.join(near)}?"
     told = ", ".join(names[:_NAMES_TOLD]) + (", …" if len(names) > _NAMES_TOLD else "")

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
+<<<<<<< HEAD
 from paceline.engine.ema import AveragedWeights
+=======
+from paceline.engine.freezing import Freezing
+>>>>>>> work-finetune
 from paceline.engine.learning_rate import LearningRate
 from paceline.engine.loss import LossModule
 from paceline.engine.microbatches import Microbatches
@@ -30,6 +34,8 @@ class StepContext:
     """The model on its layout, and how many steps it has done."""
     setup: ModelSetup
     """Puts the model on its layout, at the first batch where it needs to see one."""
+    freezing: Freezing
+    """Which parameters are trained at which step."""
     loss: LossModule
     precision: Precision
     optimizer: Optimizer

@@ -6,7 +6,7 @@ The step itself is ``paceline.engine.step.run_step``; ``build.py`` puts the part
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Never
 
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from paceline.engine.evaluation import (
     evaluation_mode,
     predict_share,
 )
+from paceline.engine.freezing import Freezing
 from paceline.engine.initial_weights import check_not_spread
 from paceline.engine.internals import HasInternals
 from paceline.engine.loss import LossFunction, Prediction
@@ -82,6 +83,10 @@ class Engine(HasInternals):
             later), skip the step, or ignore it.
         sync_batchnorm: Batch-norm statistics over all ranks' samples instead of each rank's
             own.
+        freeze: Parameters that are not trained, by patterns of their names, such as
+            ['embeddings.*'].
+        unfreeze_at: Parameters that are trained after so many steps, and frozen before: from
+            patterns of their names to numbers of steps, such as {'embeddings.*': 1000}.
         forward: Called as forward(model, batch), it returns the loss: for models that need more
             than being called with their batch.
         count: Called as count(batch), it says over how many items the loss of a batch is a
@@ -127,6 +132,8 @@ class Engine(HasInternals):
         compile: bool = False,
         nonfinite: Nonfinite = "stop",
         sync_batchnorm: bool = False,
+        freeze: str | Sequence[str] | None = None,
+        unfreeze_at: Mapping[str, int] | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         count: Callable[[Any], int | Tensor] | None = None,
         sharding: Sharding | None = None,
@@ -156,6 +163,8 @@ class Engine(HasInternals):
             compile=compile,
             nonfinite=nonfinite,
             sync_batchnorm=sync_batchnorm,
+            freeze=freeze,
+            unfreeze_at=unfreeze_at,
             forward=forward,
             count=count,
             sharding=sharding,
@@ -172,15 +181,17 @@ class Engine(HasInternals):
             initial_weights=initial_weights,
             randomness=randomness,
         )
-        check_model_and_options(model, self.options)
         check_not_spread(model)
+        freezing = Freezing(model, self.options)
+        freezing.begin()
+        check_model_and_options(model, self.options)
         notes = rules_on_frozen(model, self.options.compress)
         self.world = world if world is not None else World.current()
         self.layout = layout_in_world(self.options, self.world.size)
         self.coordinate = self.layout.coordinate(self.world.rank)
         self.device = self.world.device
         self.parameter_count = sum(p.numel() for p in model.parameters())
-        parts = build(model, loss, optimizer, self.options, self.layout, self.world)
+        parts = build(model, loss, optimizer, self.options, self.layout, self.world, freezing)
         self._internals, self._context, self._sync = parts, parts.context, parts.sync
         self._notes = notes + parts.notes
         self.model = parts.replica.model
@@ -326,8 +337,12 @@ class Engine(HasInternals):
     def take_notes(self) -> list[str]:
         """What there is to tell the user since this was last asked, such as what was chosen."""
         notes, self._notes = self._notes, []
+<<<<<<< HEAD
         if self._context.average is not None:
             notes += self._context.average.take_notes()
+=======
+        notes += self._context.freezing.take_notes()
+>>>>>>> work-finetune
         return notes + self._context.replica.take_notes() + self._sync.take_notes()
 
     def traffic(self) -> Traffic | None:

@@ -37,6 +37,11 @@ class RankStates:
     def __init__(self, context: StepContext, whole: WholeModel) -> None:
         self._context, self._replica, self._whole = context, context.replica, whole
 
+    @property
+    def whole(self) -> WholeModel:
+        """The names and shapes of the whole model."""
+        return self._whole
+
     # ------------------------------------------------------------------ saving
 
     def collect(self) -> RankState:
@@ -60,6 +65,7 @@ class RankStates:
         return {
             "step": self._replica.steps_done,
             "aliases": self._whole.aliases,
+            **({"adapters": self._whole.adapters} if self._whole.adapters else {}),
             "groups": [
                 {**{k: v for k, v in group.items() if k != "params"}, "params": names}
                 for group, names in zip(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class WholeState:
         """Every parameter, whole, under all of its names. Called by every rank."""
         return self._all_names({name: own[0] for name, own in self._replica.held.items()})
 
+<<<<<<< HEAD
     def averages(self) -> dict[str, Tensor]:
         """The average of every parameter that has one, whole, by first name. A collective."""
         average = self._context.kept_average()
@@ -62,6 +63,21 @@ class WholeState:
     def averaged_parameters(self) -> dict[str, Tensor]:
         """As ``parameters``, with the average of each one that has one."""
         return self.parameters() | self._all_names(self.averages())
+=======
+    def adapters(self) -> list[dict[str, Any]]:
+        """What each adapter of peft in the model is made of."""
+        return self._whole.adapters
+
+    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Some parameters and buffers, whole, by name. Called by every rank."""
+        first = {name: self._whole.first_saved.get(name, name) for name in names}
+        wanted = set(first.values())
+        own: dict[str, Tensor] = {n: p[0] for n, p in self._replica.held.items() if n in wanted}
+        buffers = self._replica.model.named_buffers(remove_duplicate=False)
+        own |= {n: b for n, b in buffers if n in wanted and not b.is_meta}
+        found = self._merged(_whole(own))
+        return {name: found[first[name]] for name in names}
+>>>>>>> work-finetune
 
     def gradients(self) -> dict[str, Tensor]:
         """Every trained parameter's gradient, whole, zero where there is none, by first name."""

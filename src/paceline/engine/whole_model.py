@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from paceline.engine.peft_adapters import describe_adapters, names_before_adapters
+
 
 class WholeModel:
     """What the whole model saves, whichever rank holds it later.
@@ -38,3 +40,7 @@ class WholeModel:
         """The shapes of persistent buffers."""
         self.has_extra = any(not isinstance(value, Tensor) for value in saved.values())
         """Whether modules save more than tensors (``get_extra_state``)."""
+        self.adapters = describe_adapters(model)
+        """What each adapter of peft in it is made of."""
+        self.before_adapters = names_before_adapters(model)
+        """Names of tensors before adapters came; ``None`` for what is an adapter's own."""

@@ -105,7 +105,11 @@ class Checkpointing:
     ] = None
     start_from: Annotated[
         str | None,
-        Option("Begin a new run with the weights of this checkpoint, run or URL.", must=_A_PLACE),
+        Option(
+            "Begin a new run with the weights of this checkpoint, run or URL, or of a Hugging Face "
+            "folder of safetensors files.",
+            must=_A_PLACE,
+        ),
     ] = None
     digest: Annotated[
         Literal["xxh3", "blake2b"],

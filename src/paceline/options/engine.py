@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,8 +11,12 @@ from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.options.arguments import documented
 from paceline.options.compression import Compression
+<<<<<<< HEAD
 from paceline.options.declare import Option, check
 from paceline.options.ema import EMA
+=======
+from paceline.options.declare import Option, check, shown
+>>>>>>> work-finetune
 from paceline.options.local_steps import LocalSteps
 from paceline.options.pipeline import Pipelining
 from paceline.options.recompute import Recompute
@@ -104,6 +108,25 @@ class EngineOptions:
             key="train.sync_batchnorm",
         ),
     ] = False
+    freeze: Annotated[
+        str | Sequence[str] | None,
+        Option(
+            "Parameters that are not trained, by patterns of their names, such as "
+            "['embeddings.*'].",
+            key="train.freeze",
+            must="a pattern of names of parameters, such as 'embeddings.*', or a list of them",
+        ),
+    ] = None
+    unfreeze_at: Annotated[
+        Mapping[str, int] | None,
+        Option(
+            "Parameters that are trained after so many steps, and frozen before: from patterns of "
+            "their names to numbers of steps, such as {'embeddings.*': 1000}.",
+            key="train.unfreeze_at",
+            must="a dict from patterns of names of parameters to numbers of steps, 1 or more, such "
+            "as {'embeddings.*': 1000}",
+        ),
+    ] = None
     forward: Annotated[
         Callable[[Any, Any], Any] | None,
         Option(
@@ -205,8 +228,15 @@ class EngineOptions:
             given["local_steps"] = LocalSteps.of(rounds)
         if (reduction := given.get("reduction")) is not None:
             given["reduction"] = Reduction.of(reduction)
+<<<<<<< HEAD
         if (average := given.get("ema")) is not None:
             given["ema"] = EMA.of(average)
+=======
+        if isinstance(freeze := given.get("freeze"), str):
+            given["freeze"] = (freeze,)
+        elif isinstance(freeze, list):
+            given["freeze"] = tuple(freeze)
+>>>>>>> work-finetune
         for name, value in list(given.items()):
             if value is None and name in ("sharding", "tensor", "pipeline", "reduction"):
                 del given[name]
@@ -215,11 +245,22 @@ class EngineOptions:
     def __post_init__(self) -> None:
         Layout.smallest(self.layout)  # dp may be left out, for the world to fill
         check(self)
+        self._check_unfreezing()
         if self.max_memory is not None and self.device_map is None:
             raise TrainingError(
                 "max_memory= bounds the devices of a device map, and there is none. Pass "
                 "device_map='auto' with it, or leave it out."
             )
+
+    def _check_unfreezing(self) -> None:
+        for pattern, step in (self.unfreeze_at or {}).items():
+            whole = isinstance(step, int) and not isinstance(step, bool) and step >= 1
+            if not isinstance(pattern, str) or not whole:
+                raise TrainingError(
+                    f"unfreeze_at={{{shown(pattern)}: {shown(step)}}} must be a dict from patterns "
+                    "of names of parameters to numbers of steps, 1 or more, such as "
+                    "{'embeddings.*': 1000}."
+                )
 
     def __getitem__(self, name: str) -> Any:
         """``options["precision"]``, as in earlier versions, is ``options.precision``."""

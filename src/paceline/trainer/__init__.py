@@ -2,6 +2,7 @@
 
 from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.options import Checkpointing, DataOptions, Evaluation
+from paceline.trainer.adapter import save_adapter
 from paceline.trainer.callbacks import Callback, EarlyStopping
 from paceline.trainer.evaluate import WholeSet
 from paceline.trainer.history import History
@@ -19,4 +20,5 @@ __all__ = [
     "Trainer",
     "WholeSet",
     "load_weights",
+    "save_adapter",
 ]

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.checkpoint.boxes import Box
 from paceline.data import Loader
 from paceline.engine.checks import load_schedule
+from paceline.engine.freezing import Freezing
 from paceline.engine.internals import internals_of
 from paceline.engine.rank_state import AVERAGE, MODEL, OBJECT, OPTIMIZER
 from paceline.nested import map_tensors
@@ -150,15 +151,19 @@ def take(trainer: TrainerBase, left: Left, train: Any) -> None:
     """Make the caller's model, optimizer, schedule, callbacks and objects what the ranks' are."""
     state = left.engine
     _take_model(trainer, state.pop("model"))
+    freezing = Freezing(trainer.model, trainer.engine_options)
+    freezing.begin()
     optimizer = trainer.optimizer
     assert optimizer is not None  # nothing is trained without one
     if not isinstance(optimizer, Optimizer):
-        optimizer = optimizer([p for p in trainer.model.parameters() if p.requires_grad])
+        optimizer = optimizer(freezing.parameters())
         trainer.optimizer = optimizer
     optimizer.load_state_dict(state["optimizer"])
     schedule = trainer.engine_options.schedule
     if isinstance(schedule, LRScheduler) and state["schedule"] is not None:
         load_schedule(schedule, state["schedule"])
+    named = {name: [parameter] for name, parameter in trainer.model.named_parameters()}
+    freezing.follow(named, state["step"])
     trainer.take_over(state, left.epoch)
     if isinstance(train, Loader) and left.loader is not None:
         train.load_state_dict(left.loader)

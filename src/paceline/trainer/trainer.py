@@ -16,6 +16,7 @@ from paceline.data import Loader, sizes_over
 from paceline.engine import Engine
 from paceline.engine.arguments import LRSchedule, OptimizerFactory, check_arguments
 from paceline.engine.checks import check_rules_match
+from paceline.engine.freezing import Freezing
 from paceline.engine.loss import LossFunction
 from paceline.errors import TrainingError
 from paceline.events import FILE_NAME, Note
@@ -136,6 +137,8 @@ class Trainer(InferenceTrainer):
         compile: bool = False,
         nonfinite: Nonfinite = "stop",
         sync_batchnorm: bool = False,
+        freeze: str | Sequence[str] | None = None,
+        unfreeze_at: Mapping[str, int] | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         count: Callable[[Any], int | Tensor] | None = None,
         sharding: Sharding | None = None,
@@ -165,6 +168,8 @@ class Trainer(InferenceTrainer):
             compile=compile,
             nonfinite=nonfinite,
             sync_batchnorm=sync_batchnorm,
+            freeze=freeze,
+            unfreeze_at=unfreeze_at,
             forward=forward,
             count=count,
             sharding=sharding,
@@ -277,6 +282,7 @@ class Trainer(InferenceTrainer):
         options = self.engine_options
         layout = layout_in_world(options, nproc)
         check_rules_match(self.model, options.compress)
+        Freezing(self.model, options)
         check_batch_is_stated(self.batch, train, "train")
         check_batch_is_stated(self.batch, val, "val")
         if not isinstance(train, Loader):

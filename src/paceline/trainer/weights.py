@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,21 @@ from paceline.checkpoint.engine_names import SavedBelow, engine_prefix
 from paceline.checkpoint.locate import Which, find_checkpoint
 from paceline.checkpoint.rank_state import held_part
 from paceline.checkpoint.restore import OpenedCheckpoint, fill, on_all_ranks
+<<<<<<< HEAD
 from paceline.checkpoint.weights.saved_weights import SavedWeights
+=======
+from paceline.checkpoint.weights.export import aliases_of, extra_of
+from paceline.checkpoint.weights.safetensors_weights import holds_safetensors
+>>>>>>> work-finetune
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of
 from paceline.engine.rank_state import OBJECT as ENGINE
 from paceline.errors import CheckpointError, TrainingError
+<<<<<<< HEAD
 from paceline.options.ema import Weights, check_weights
+=======
+from paceline.trainer.pretrained import load_pretrained
+>>>>>>> work-finetune
 
 _SHOWN = 5
 
@@ -41,15 +50,19 @@ def load_weights(
     mode: Mode | None = None,
     follow: bool = False,
     key: str | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> str:
     """Give ``model`` the weights of a checkpoint, and nothing else of it; its path is returned.
 
         paceline.load_weights(model, "runs/small", which="best")
+        paceline.load_weights(engine, "llama-3-8b")  # a Hugging Face folder of safetensors
 
     Args:
         model: any module, on any device and of any dtype, which it keeps; or an engine. Of an
             engine, and of a model that is spread over ranks, every rank calls it.
-        where: a run, a folder of checkpoints or one checkpoint; a path or a URL.
+        where: a run, a folder of checkpoints or one checkpoint; a path or a URL. Or weights of
+            another program on this machine: a ``.safetensors`` file, or a Hugging Face folder with
+            one or with an index of several. Each rank then reads the part that it holds alone.
         which: ``"last"``, the newest; ``"best"``, by the metric that the run was told to keep the
             best by; or the number of a step.
         strict: refuse weights that the checkpoint lacks or the model does not have. Without it
@@ -61,11 +74,32 @@ def load_weights(
         mode: with ``metric``, whether ``"min"`` or ``"max"`` is better.
         follow: go where the run's config says that its checkpoints are, also to other hosts.
         key: take only what was written with this key, ``env:NAME`` or ``file:/path``.
+        rename: of safetensors files, what their names become, by regular expressions, such as
+            ``{r"^transformer\\.": "backbone."}``. The names of layers in adapters of peft are found
+            without.
 
     Every byte is checked before it counts. Where this raises, a module is as it was; an engine's
     weights may be half loaded only if the checkpoint was found to be damaged on the way.
     """
+<<<<<<< HEAD
     _check_arguments(model, where, which, strict, weights)
+=======
+    _check_arguments(model, where, which, strict)
+    if holds_safetensors(where):
+        if key is not None:
+            raise CheckpointError(
+                f"load_weights: {os.fspath(where)} holds safetensors files, which have no key; "
+                f"with key={key!r} only checkpoints that were written with it are taken. Import "
+                "them first (paceline checkpoint import --key), or leave the key out."
+            )
+        target = model if isinstance(model, Engine) else _unwrapped(model)
+        return load_pretrained(target, where, strict=strict, rename=rename)
+    if rename is not None:
+        raise TrainingError(
+            f"load_weights: rename= is for safetensors files, and {os.fspath(where)} is not one, "
+            "nor a folder of them."
+        )
+>>>>>>> work-finetune
     find = functools.partial(
         find_checkpoint, where, which, metric=metric, mode=mode, follow=follow, key=key
     )

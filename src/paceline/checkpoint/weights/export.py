@@ -1,4 +1,4 @@
-"""Model weights out of a checkpoint, for other programs: safetensors, Hugging Face, torch.
+"""Model weights out of a checkpoint, for other programs: safetensors, Hugging Face, peft, torch.
 
 Everything is written under a temporary name and renamed when complete: a failed export leaves
 nothing behind.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from torch import Tensor
 
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.tensor_bytes import dtype_of
+from paceline.checkpoint.weights.export_adapter import (
+    SavedAdapter,
+    read_adapters,
+    write_adapters,
+)
 from paceline.checkpoint.weights.export_config import hf_config
 from paceline.checkpoint.weights.export_files import (
     INDEX,
@@ -34,7 +40,7 @@ from paceline.errors import CheckpointError
 from paceline.formatting import one_of
 from paceline.options.ema import Weights
 
-FORMATS = ("safetensors", "hf", "torch")
+FORMATS = ("safetensors", "hf", "torch", "peft")
 _BY_ENDING = {
     ".safetensors": "safetensors",
     ".pt": "torch",
@@ -139,6 +145,8 @@ def export_weights(
         )
     if format == "torch":
         return export_torch(checkpoint, target, **common)
+    if format == "peft":
+        return export_adapter(checkpoint, target, **common)
     return export_safetensors(checkpoint, target, **common)
 
 
@@ -237,6 +245,47 @@ def export_hf(
         write_json(folder / "config.json", settings)
     _warn_of_extra(checkpoint, part, engine)
     return Path(target)
+
+
+def export_adapter(
+    checkpoint: Checkpoint,
+    target: str | os.PathLike[str],
+    *,
+    part: str = "",
+    dtype: torch.dtype | str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the folder of an adapter, which ``peft.PeftModel.from_pretrained`` loads.
+
+    ``part`` names the submodule that peft wrapped, where several are.
+    """
+    format_for(target, "peft")
+    adapters = _adapters(checkpoint, part, dtype)
+    with checkpoint.kept_open():
+        return write_adapters(target, adapters, _reading(checkpoint, progress), force=force)
+
+
+def adapter_weights(
+    checkpoint: Checkpoint, *, part: str = "", dtype: torch.dtype | str | None = None
+) -> list[Weight]:
+    """The tensors of the adapters that ``export_adapter`` writes."""
+    return [weight for _, weights in _adapters(checkpoint, part, dtype) for weight in weights]
+
+
+def _adapters(
+    checkpoint: Checkpoint, part: str, dtype: torch.dtype | str | None
+) -> list[tuple[SavedAdapter, list[Weight]]]:
+    described = _engine(checkpoint).get("adapters")
+    adapters = read_adapters(described, part, checkpoint.path)
+    there = {weight.name: weight for weight in weights_of(checkpoint, dtype=dtype)}
+    made = []
+    for adapter in adapters:
+        if lost := [name for name in adapter.tensors.values() if name not in there]:
+            raise CheckpointError(f"{checkpoint.path} lacks {lost[0]!r}, a part of its adapter.")
+        own = [replace(there[name], name=file) for file, name in adapter.tensors.items()]
+        made.append((adapter, own))
+    return made
 
 
 def _shard_name(number: int, count: int) -> str:

@@ -21,7 +21,7 @@ from paceline.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 
-_SAFETENSORS_TYPES = {
+SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -85,12 +85,12 @@ def write_safetensors(
 
 
 def _safetensors_type(weight: Weight) -> str:
-    if weight.dtype not in _SAFETENSORS_TYPES:
+    if weight.dtype not in SAFETENSORS_TYPES:
         raise CheckpointError(
             f"{weight.name!r} is of dtype {word(weight.dtype)}, which safetensors files do not "
             "know. Export to the format torch, or give a dtype to convert to."
         )
-    return _SAFETENSORS_TYPES[weight.dtype]
+    return SAFETENSORS_TYPES[weight.dtype]
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def read_source(path: str | os.PathLike[str]) -> LoadedWeights:
         raise CheckpointError(f"{path} does not exist. Name {_KINDS}.")
     if path.is_dir():
         return _read_folder(path)
-    _check_regular(path)
+    check_regular(path)
     if path.suffix == ".safetensors":
         return LoadedWeights("safetensors", _read_safetensors(path))
     if path.suffix in _TORCH_ENDINGS or is_zip(path):
@@ -86,8 +86,8 @@ def _config(folder: Path) -> dict[str, Any]:
     return _json(file) if file.is_file() else {}
 
 
-def _read_shards(index: Path, names: Sequence[str], read: Reader) -> dict[str, Tensor]:
-    """The tensors of all files that an index names, each where it says and nowhere else."""
+def shard_places(index: Path, names: Sequence[str]) -> dict[str, str]:
+    """By tensor: the file that an index says it is in. ``names``: the files that are beside it."""
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(v, str) for v in places.values()):
         raise CheckpointError(f"{index} is no index of files: it has no 'weight_map'.")
@@ -100,8 +100,14 @@ def _read_shards(index: Path, names: Sequence[str], read: Reader) -> dict[str, T
             f"{index} does not name {left_out[0]}, which is beside it: is the index that of other "
             "weights? Move the files away that are not part of them."
         )
+    return places
+
+
+def _read_shards(index: Path, names: Sequence[str], read: Reader) -> dict[str, Tensor]:
+    """The tensors of all files that an index names, each where it says and nowhere else."""
+    places = shard_places(index, names)
     found: dict[str, Tensor] = {}
-    for name in files:
+    for name in sorted(set(places.values())):
         shard = read(index.parent / name)
         expected = {tensor for tensor, place in places.items() if place == name}
         if different := sorted(expected ^ shard.keys()):
@@ -112,7 +118,7 @@ def _read_shards(index: Path, names: Sequence[str], read: Reader) -> dict[str, T
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    _check_regular(path)
+    check_regular(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -129,7 +135,7 @@ def _read_torch(path: Path) -> LoadedWeights:
 
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:
-    _check_regular(path)
+    check_regular(path)
     return _checked(load_torch_file(path), path)
 
 
@@ -159,7 +165,7 @@ def _checked(content: Any, path: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
-def _check_regular(path: Path) -> None:
+def check_regular(path: Path) -> None:
     """Refuse pipes and devices, which would be read for ever."""
     try:
         mode = os.stat(path).st_mode
@@ -170,7 +176,7 @@ def _check_regular(path: Path) -> None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    _check_regular(path)
+    check_regular(path)
     try:
         if (size := path.stat().st_size) > _LARGEST_JSON:
             raise CheckpointError(f"{path} has {size} bytes, of at most {_LARGEST_JSON}.")

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.parallel.tensor.adapters import adapted_layer, role_in_adapter
 from paceline.parallel.tensor.splittable import (
     kind_of,
     splittable_modules,
@@ -34,6 +35,9 @@ _STYLES = {
 }
 
 
+_BESIDE_SPLIT = "the other half of its adapter is split"
+
+
 def own_plan(model: nn.Module) -> dict[str, str]:
     """A Hugging Face model's own plan, with names from the model's root; empty without one."""
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
@@ -46,7 +50,11 @@ def translated(
     """The model's plan in our words; styles we have no word for stay whole, and say so."""
     roles: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    for name in splittable_modules(model):
+    prefix = _where_names_begin(model)
+    names = splittable_modules(model)
+    # One layer of an attention that stays whole would meet others that are split.
+    others = any(adapted_layer(model, name).place == "other" for name in names)
+    for name in names:
         module = model.get_submodule(name)
         kind = kind_of(module)
         if kind in ("attention", "experts"):
@@ -55,18 +63,33 @@ def translated(
             if why:
                 reasons[name] = why
             continue
-        style = next((s for p, s in own.items() if fnmatch.fnmatchcase(name, p)), None)
-        if style is None:
+        layer, place = adapted_layer(model, name)
+        planned = layer.removeprefix(prefix)
+        style = next((s for p, s in own.items() if fnmatch.fnmatchcase(planned, p)), None)
+        if others:
+            reasons[name] = (
+                "the model has adapters other than LoRA, which compute with whole layers"
+            )
+        elif style is None:
             reasons[name] = "the model's own plan does not name it"
         elif style not in _STYLES:
             reasons[name] = f"the model's own plan says {style!r}, which Paceline does not know"
         else:
-            roles[name] = _STYLES[style]
+            roles[name] = role_in_adapter(_STYLES[style], place)
             if roles[name] == "replicate":
-                reasons[name] = "the model's own plan says so"
+                is_adapter = place != "layer"
+                reasons[name] = _BESIDE_SPLIT if is_adapter else "the model's own plan says so"
     if vocabulary:
         _split_vocabulary(model, roles, reasons)
     return roles, reasons
+
+
+def _where_names_begin(model: nn.Module) -> str:
+    """The prefix of the model whose plan it is, where a wrapper such as peft's passes it on."""
+    for name, module in model.named_modules():
+        if hasattr(type(module), "tp_plan") or hasattr(type(module), "_tp_plan"):
+            return f"{name}." if name else ""
+    return ""
 
 
 def _split_vocabulary(model: Any, roles: dict[str, str], reasons: dict[str, str]) -> None:
