@@ -252,13 +252,9 @@ def export(
     largest = parse_size(max_shard)
     format = format_for(target, format)
     checkpoint = _find(where, step, best, metric, mode, follow=follow, key=key)
-<<<<<<< HEAD
     whose: dict[str, Any] = {"weights": "ema" if ema else "model", "engine": engine}
-    weights = weights_of(checkpoint, part=part, dtype=dtype, **whose)
-=======
     find = adapter_weights if format == "peft" else weights_of
-    weights = find(checkpoint, part=part, dtype=dtype)
->>>>>>> work-finetune
+    weights = find(checkpoint, part=part, dtype=dtype, **whose)
     with bar("exporting", sum(weight.bytes for weight in weights)) as move:
         written = export_weights(
             checkpoint,

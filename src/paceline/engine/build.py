@@ -12,11 +12,8 @@ from torch.optim import Optimizer
 from paceline.engine.arguments import OptimizerFactory
 from paceline.engine.checks import check_loss_parameters, check_optimizer, check_schedule
 from paceline.engine.context import StepContext
-<<<<<<< HEAD
 from paceline.engine.ema import AveragedWeights
-=======
 from paceline.engine.freezing import Freezing
->>>>>>> work-finetune
 from paceline.engine.initial_weights import start_from_one_model, start_from_one_optimizer
 from paceline.engine.internals import Internals
 from paceline.engine.learning_rate import LearningRate

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-<<<<<<< HEAD
 from paceline.engine.ema import AveragedWeights
-=======
 from paceline.engine.freezing import Freezing
->>>>>>> work-finetune
 from paceline.engine.learning_rate import LearningRate
 from paceline.engine.loss import LossModule
 from paceline.engine.microbatches import Microbatches

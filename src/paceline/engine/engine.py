@@ -337,12 +337,9 @@ class Engine(HasInternals):
     def take_notes(self) -> list[str]:
         """What there is to tell the user since this was last asked, such as what was chosen."""
         notes, self._notes = self._notes, []
-<<<<<<< HEAD
         if self._context.average is not None:
             notes += self._context.average.take_notes()
-=======
         notes += self._context.freezing.take_notes()
->>>>>>> work-finetune
         return notes + self._context.replica.take_notes() + self._sync.take_notes()
 
     def traffic(self) -> Traffic | None:

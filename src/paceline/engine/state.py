@@ -52,7 +52,6 @@ class WholeState:
         """Every parameter, whole, under all of its names. Called by every rank."""
         return self._all_names({name: own[0] for name, own in self._replica.held.items()})
 
-<<<<<<< HEAD
     def averages(self) -> dict[str, Tensor]:
         """The average of every parameter that has one, whole, by first name. A collective."""
         average = self._context.kept_average()
@@ -63,7 +62,7 @@ class WholeState:
     def averaged_parameters(self) -> dict[str, Tensor]:
         """As ``parameters``, with the average of each one that has one."""
         return self.parameters() | self._all_names(self.averages())
-=======
+
     def adapters(self) -> list[dict[str, Any]]:
         """What each adapter of peft in the model is made of."""
         return self._whole.adapters
@@ -77,7 +76,6 @@ class WholeState:
         own |= {n: b for n, b in buffers if n in wanted and not b.is_meta}
         found = self._merged(_whole(own))
         return {name: found[first[name]] for name in names}
->>>>>>> work-finetune
 
     def gradients(self) -> dict[str, Tensor]:
         """Every trained parameter's gradient, whole, zero where there is none, by first name."""

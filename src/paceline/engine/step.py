@@ -36,13 +36,9 @@ def run_step(context: StepContext, batch: Any) -> StepResult:
     if context.clock is not None:
         wait_for_late_ranks(context)
     context.groups.follow(context.optimizer, replica.held, replica.model)
-<<<<<<< HEAD
+    context.freezing.follow(replica.held, replica.steps_done)
     frozen_changed = replica.follow_freezing()
     if frozen_changed:
-=======
-    context.freezing.follow(replica.held, replica.steps_done)
-    if replica.follow_freezing():
->>>>>>> work-finetune
         context.sync.follow_freezing()
     if context.average is not None:
         context.average.check_not_in_place("step")

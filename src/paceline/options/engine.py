@@ -11,12 +11,8 @@ from paceline.errors import TrainingError
 from paceline.layout import Layout
 from paceline.options.arguments import documented
 from paceline.options.compression import Compression
-<<<<<<< HEAD
-from paceline.options.declare import Option, check
-from paceline.options.ema import EMA
-=======
 from paceline.options.declare import Option, check, shown
->>>>>>> work-finetune
+from paceline.options.ema import EMA
 from paceline.options.local_steps import LocalSteps
 from paceline.options.pipeline import Pipelining
 from paceline.options.recompute import Recompute
@@ -228,15 +224,12 @@ class EngineOptions:
             given["local_steps"] = LocalSteps.of(rounds)
         if (reduction := given.get("reduction")) is not None:
             given["reduction"] = Reduction.of(reduction)
-<<<<<<< HEAD
         if (average := given.get("ema")) is not None:
             given["ema"] = EMA.of(average)
-=======
         if isinstance(freeze := given.get("freeze"), str):
             given["freeze"] = (freeze,)
         elif isinstance(freeze, list):
             given["freeze"] = tuple(freeze)
->>>>>>> work-finetune
         for name, value in list(given.items()):
             if value is None and name in ("sharding", "tensor", "pipeline", "reduction"):
                 del given[name]

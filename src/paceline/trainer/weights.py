@@ -19,21 +19,14 @@ from paceline.checkpoint.engine_names import SavedBelow, engine_prefix
 from paceline.checkpoint.locate import Which, find_checkpoint
 from paceline.checkpoint.rank_state import held_part
 from paceline.checkpoint.restore import OpenedCheckpoint, fill, on_all_ranks
-<<<<<<< HEAD
-from paceline.checkpoint.weights.saved_weights import SavedWeights
-=======
-from paceline.checkpoint.weights.export import aliases_of, extra_of
 from paceline.checkpoint.weights.safetensors_weights import holds_safetensors
->>>>>>> work-finetune
+from paceline.checkpoint.weights.saved_weights import SavedWeights
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of
 from paceline.engine.rank_state import OBJECT as ENGINE
 from paceline.errors import CheckpointError, TrainingError
-<<<<<<< HEAD
 from paceline.options.ema import Weights, check_weights
-=======
 from paceline.trainer.pretrained import load_pretrained
->>>>>>> work-finetune
 
 _SHOWN = 5
 
@@ -81,16 +74,18 @@ def load_weights(
     Every byte is checked before it counts. Where this raises, a module is as it was; an engine's
     weights may be half loaded only if the checkpoint was found to be damaged on the way.
     """
-<<<<<<< HEAD
     _check_arguments(model, where, which, strict, weights)
-=======
-    _check_arguments(model, where, which, strict)
     if holds_safetensors(where):
         if key is not None:
             raise CheckpointError(
                 f"load_weights: {os.fspath(where)} holds safetensors files, which have no key; "
                 f"with key={key!r} only checkpoints that were written with it are taken. Import "
                 "them first (paceline checkpoint import --key), or leave the key out."
+            )
+        if weights != "model" or engine is not None:
+            raise CheckpointError(
+                f"load_weights: {os.fspath(where)} holds safetensors files, which have neither "
+                "averaged weights nor engines. Leave weights= and engine= out."
             )
         target = model if isinstance(model, Engine) else _unwrapped(model)
         return load_pretrained(target, where, strict=strict, rename=rename)
@@ -99,7 +94,6 @@ def load_weights(
             f"load_weights: rename= is for safetensors files, and {os.fspath(where)} is not one, "
             "nor a folder of them."
         )
->>>>>>> work-finetune
     find = functools.partial(
         find_checkpoint, where, which, metric=metric, mode=mode, follow=follow, key=key
     )

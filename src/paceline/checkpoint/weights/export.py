@@ -253,6 +253,8 @@ def export_adapter(
     *,
     part: str = "",
     dtype: torch.dtype | str | None = None,
+    weights: Weights = "model",
+    engine: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -261,24 +263,35 @@ def export_adapter(
     ``part`` names the submodule that peft wrapped, where several are.
     """
     format_for(target, "peft")
-    adapters = _adapters(checkpoint, part, dtype)
+    adapters = _adapters(checkpoint, part, dtype, weights, engine)
     with checkpoint.kept_open():
         return write_adapters(target, adapters, _reading(checkpoint, progress), force=force)
 
 
 def adapter_weights(
-    checkpoint: Checkpoint, *, part: str = "", dtype: torch.dtype | str | None = None
+    checkpoint: Checkpoint,
+    *,
+    part: str = "",
+    dtype: torch.dtype | str | None = None,
+    weights: Weights = "model",
+    engine: str | None = None,
 ) -> list[Weight]:
     """The tensors of the adapters that ``export_adapter`` writes."""
-    return [weight for _, weights in _adapters(checkpoint, part, dtype) for weight in weights]
+    adapters = _adapters(checkpoint, part, dtype, weights, engine)
+    return [weight for _, own in adapters for weight in own]
 
 
 def _adapters(
-    checkpoint: Checkpoint, part: str, dtype: torch.dtype | str | None
+    checkpoint: Checkpoint,
+    part: str,
+    dtype: torch.dtype | str | None,
+    weights: Weights,
+    engine: str | None,
 ) -> list[tuple[SavedAdapter, list[Weight]]]:
-    described = _engine(checkpoint).get("adapters")
+    described = SavedWeights(checkpoint, engine=engine).adapters()
     adapters = read_adapters(described, part, checkpoint.path)
-    there = {weight.name: weight for weight in weights_of(checkpoint, dtype=dtype)}
+    found = weights_of(checkpoint, dtype=dtype, weights=weights, engine=engine)
+    there = {weight.name: weight for weight in found}
     made = []
     for adapter in adapters:
         if lost := [name for name in adapter.tensors.values() if name not in there]:

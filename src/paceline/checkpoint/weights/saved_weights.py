@@ -57,6 +57,10 @@ class SavedWeights:
             )
         return dict(aliases)
 
+    def adapters(self) -> Any:
+        """What the engine said of the adapters of peft in the model, unchecked."""
+        return self._about().get("adapters")
+
     def extra(self, part: str = "") -> dict[str, Any]:
         """What modules save beside tensors (``get_extra_state``), by its name in the state dict."""
         prefix = f"{part}." if part else ""
