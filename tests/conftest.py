@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import warm
+from paceline.prove.prover import PRELOAD
 from paceline.testing import RankPool, leaks
 
 _WORKERS_PER_CORE = 1.5
 """Some tests wait, for processes and for time to pass: more of them than there are cores."""
+_MODELS = ("gpt2", "llama", "qwen3", "bert", "t5")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -90,11 +92,11 @@ def _one_thread() -> None:
 def rank_pool() -> Iterator[RankPool]:
     """As the plugin's, with more patience: several workers share the machine.
 
-    Many tests train models of transformers, which takes longer to import than to train.
+    Many tests train models of transformers, which takes longer to import than to train. All share
+    one pool: a second one, with other imports, would take seconds to start in each worker.
     """
-    with RankPool(
-        preload=["pytest", "transformers.models.gpt2.modeling_gpt2"], timeout=180
-    ) as pool:
+    models = [f"transformers.models.{name}.modeling_{name}" for name in _MODELS]
+    with RankPool(preload=["pytest", *PRELOAD, *models], timeout=180) as pool:
         yield pool
 
 

@@ -157,10 +157,10 @@ def test_on_a_slow_link_compression_pays(folder: Path) -> None:
     arguments = [
         *("tiny.yaml", "--nnodes=2", "--nproc=1", "--rdzv=host0:29400", "--wait=150"),
         *("--formats=topk:0.01", "--steps=5", "--seconds=120", "--json=-"),
-        *("--set", "model.args={width: 512, layers: 4}", "--set", "data.args={width: 512}"),
+        *("--set", "model.args={width: 256, layers: 4}", "--set", "data.args={width: 256}"),
     ]
     with Hosts(2) as hosts:
-        hosts[1].rate(20)  # a step of plain takes 1.7 s
+        hosts[1].rate(20)  # a step of plain takes 0.4 s
         running = [
             host.popen(
                 command(*arguments),

@@ -34,6 +34,8 @@ def test_the_tests_of_a_project_pass(
     assert "name: My-project\n" in (project / "config.yaml").read_text()
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", [str(project), *sys.path])
+    for name in MODULES:  # other tests have modules of such names
+        monkeypatch.delitem(sys.modules, name, raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # beside other tests, a second one only waits
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import datasets
 import pytest
 
 from paceline.data import loader, shards
 
-datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 ROWS = [{"id": number, "text": f"row {number}"} for number in range(53)]

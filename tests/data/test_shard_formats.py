@@ -35,8 +35,8 @@ def write_gz(path: Path, shard: int) -> None:
 
 
 def write_parquet(path: Path, shard: int) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
+    from pyarrow import parquet
 
     table = pyarrow.Table.from_pylist([{**row, "more": [1, row["id"]]} for row in rows(shard)])
     parquet.write_table(table, path, row_group_size=50)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from paceline.testing import (
     make_mlp,
     make_resnet,
     make_vectors,
+    processes,
     raise_at,
 )
 from paceline.testing.faults import PlannedFault
@@ -150,3 +152,26 @@ def test_a_fault_belongs_to_one_attempt(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(InjectedFault, match="planned for rank 0, step 0"):
         plan.reach(0)
+
+
+def test_threads_of_the_kernel_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no environment, now or later: a look at all processes would take seconds."""
+    flags = {"2": 0x208040, "3": 0x400040}
+    for pid, flag in flags.items():
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "environ").write_bytes(b"")
+        (tmp_path / pid / "stat").write_text(f"{pid} (some (name)) S 0 0 0 0 -1 {flag} 0 0")
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        (tmp_path / "3" / "environ").write_bytes(b"A=1\0MARK=tag\0")
+
+    monkeypatch.setattr(processes, "_PROC", tmp_path)
+    monkeypatch.setattr(processes.time, "sleep", wait)
+    assert not processes.was_started_with(2, "MARK", "tag")
+    assert waits == []
+    assert processes.was_started_with(3, "MARK", "tag"), "a program that is just starting"
+    assert len(waits) == 1

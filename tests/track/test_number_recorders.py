@@ -180,7 +180,7 @@ PARAMS = {"optimizer.lr": 0.1, "model.args.api_key": SECRET}
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_wandb_offline_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
@@ -217,7 +217,6 @@ def test_wandb_offline_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.filterwarnings("ignore")
 def test_comet_offline_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("comet_ml")
     monkeypatch.setenv("COMET_API_KEY", SECRET)
     options: Any = dict(mode="offline", run_dir=tmp_path, run_name="mine", params=PARAMS)
     feed(Comet(**options, tags=["first"]), started(), *steps(1, 2), evaluated(2, loss=9.0))

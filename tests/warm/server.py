@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
 import types
 import warnings
@@ -213,6 +214,7 @@ def _what_is_read_on_loading() -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     importlib.invalidate_caches()
+    tempfile.tempdir = None  # TMPDIR, which some library has asked for
 
 
 def _place_files(targets: Sequence[int], files: Sequence[int]) -> None:

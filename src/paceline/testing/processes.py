@@ -10,6 +10,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 _OWN_FILES = _PROC / "self" / "fd"
 _SECONDS_TO_START = 0.2
+_KERNEL_THREAD = 0x200000  # PF_KTHREAD, a flag in /proc/PID/stat
 
 
 def pids() -> set[int]:
@@ -56,11 +57,17 @@ def was_started_with(pid: int, variable: str, value: str) -> bool:
     deadline = time.monotonic() + _SECONDS_TO_START
     # While a process starts its program the kernel shows an empty environment: look again then.
     while not (environ := _environ(pid)):
-        if not is_alive(pid) or time.monotonic() > deadline:
+        if not _may_be_starting(pid) or time.monotonic() > deadline:
             return False
         time.sleep(0.001)
     name, wanted = f"{variable}=".encode(), value.encode()
     return any(entry.startswith(name) and wanted in entry for entry in environ.split(b"\0"))
+
+
+def _may_be_starting(pid: int) -> bool:
+    """Whether it lives and is a program: the kernel's own threads never have an environment."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX" and not int(stat[6]) & _KERNEL_THREAD
 
 
 def _environ(pid: int) -> bytes:
