@@ -23,6 +23,7 @@ EXAMPLES = ROOT / "examples" / "gallery"
 NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "index")
 OF_THE_TRAINER = re.compile(
     r"samples/s| done, | saved |validation loss|^training .* ranks?|^starting"
+    r"|^randomness:|^warning:|^\[transformers\]"
 )
 TINY_CONFIG = {
     "train.steps": 2,
