@@ -46,7 +46,7 @@ API = {
         (
             *("Layout", "Sharding", "TensorParallel", "Pipelining", "Recompute"),
             *("ColumnParallelLinear", "RowParallelLinear"),
-            *("Compression", "LocalSteps", "Reduction"),
+            *("Compression", "LocalSteps", "Reduction", "EMA"),
         ),
     ),
 }
@@ -244,6 +244,7 @@ def requests_to_try() -> Iterator[Combination]:
         ("reduction", Reduction(bucket_mib="tuned")),
         ("local_steps", LocalSteps()),
         ("sync_batchnorm", True),
+        ("ema", 0.999),
     ]
     for size in range(1, 4):
         for chosen in itertools.combinations(settings, size):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.engine.prepare import prepare as prepare
     from paceline.layout import Layout as Layout
     from paceline.log_values import log as log
+    from paceline.options import EMA as EMA
     from paceline.options import Checkpointing as Checkpointing
     from paceline.options import Compression as Compression
     from paceline.options import DataOptions as DataOptions
@@ -52,6 +53,7 @@ _HOME = {
     "Evaluation": "paceline.options",
     "History": "paceline.trainer",
     "Layout": "paceline.layout",
+    "EMA": "paceline.options",
     "LocalSteps": "paceline.options",
     "ColumnParallelLinear": "paceline.parallel.tensor",
     "Pipelining": "paceline.options",

@@ -46,6 +46,7 @@ batch: {global_batch: 8}
 train: {steps: 6, clip_norm: null, eval_every: 2}
 checkpoint: {best: loss}
 precision: fp64
+ema: 0.5
 launch: {device: cpu}
 """
 
@@ -87,6 +88,10 @@ def test_evaluate_gives_what_the_run_measured_and_leaves_it_alone(run: Path) -> 
     )
     assert one.returncode == 0, one.stderr
     assert "run, 4: step 4, 23 samples of train\n  loss  " in one.stdout
+    ema = paceline_command(run.parent, "evaluate", "run", "--ema", "--json", "--nproc", "1")
+    assert ema.returncode == 0, ema.stderr
+    measured = History.read(run).evals[-1].metrics["ema/loss"]
+    assert json.loads(ema.stdout)["metrics"] == {"loss": pytest.approx(measured, rel=1e-9)}
     assert (run / "events.jsonl").read_bytes() == before
 
 

@@ -42,9 +42,12 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 3, (8,), generator=generator)
 
 
-def mine(step: int) -> tuple[Tensor, Tensor]:
+def mine(step: int, layout: str = "auto") -> tuple[Tensor, Tensor]:
+    """This rank's share; ranks that split a model have the same."""
     world = paceline.World.current()
-    start, stop = paceline.data.share(8, world.rank, world.size)
+    spread = paceline.Layout.smallest(layout)
+    share = (world.rank, world.size) if spread.tp == 1 else (0, 1)
+    start, stop = paceline.data.share(8, *share)
     x, y = batch(step)
     return x[start:stop], y[start:stop]
 
@@ -62,8 +65,8 @@ def engine_for(model: nn.Module, layout: str, **options: Any) -> paceline.Engine
 def taking_turns(layout: str) -> list[dict[str, Tensor]]:
     one, other = engine_for(net(0, 3), layout), engine_for(net(1, 3), layout)
     for step in range(3):
-        one.step(mine(step))
-        other.step(mine(step + 10))
+        one.step(mine(step, layout))
+        other.step(mine(step + 10, layout))
     return [one.whole_parameters(), other.whole_parameters()]
 
 
@@ -80,11 +83,11 @@ def adversaries(layout: str, *, first: str = "judge", freeze: bool = False) -> A
     for step in range(3):
         for turn in ("judge", "maker") if first == "judge" else ("maker", "judge"):
             if turn == "judge":
-                judging.step(mine(step))
+                judging.step(mine(step, layout))
                 continue
             if freeze:
                 judge.requires_grad_(False)
-            making.step(mine(step + 10))
+            making.step(mine(step + 10, layout))
             if freeze:
                 judge.requires_grad_(True)
     return [making.whole_parameters(), judging.whole_parameters()]
@@ -101,8 +104,8 @@ def student(layout: str) -> Any:
 
     learning = engine_for(pupil, layout, forward=distil)
     for step in range(2):
-        learning.step(mine(step))
-        teaching.step(mine(step + 10))
+        learning.step(mine(step, layout))
+        teaching.step(mine(step + 10, layout))
         with torch.no_grad():
             teacher.norm(torch.ones(2, 8, dtype=torch.float64))  # a part of it alone
     return [learning.whole_parameters(), teaching.whole_parameters()]
@@ -117,7 +120,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2"])
 @pytest.mark.world(2)
 def test_engines_share_a_process(layout: str, ranks: Any) -> None:
     def job() -> dict[str, Any]:

@@ -66,8 +66,11 @@ def test_runs_are_found_latest_first(tmp_path: Path) -> None:
     for age, name in enumerate(["new", "middle", "old"]):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").touch()
+        (tmp_path / name / ".lock").touch()
         os.utime(tmp_path / name / "config.yaml", (1e9 - age, 1e9 - age))
     (tmp_path / "no-run").mkdir()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.yaml").touch()  # its own, as paceline init writes it
     assert [run.path.name for run in list_runs(tmp_path)] == ["new", "middle", "old"]
     assert latest_run(tmp_path) == RunFolder(tmp_path / "new")
 
@@ -75,6 +78,7 @@ def test_runs_are_found_latest_first(tmp_path: Path) -> None:
 def test_open_run_says_what_is_wrong_and_what_is_near(tmp_path: Path) -> None:
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "config.yaml").touch()
+    (tmp_path / "runs" / "a" / ".lock").touch()
     (tmp_path / "file").touch()
     assert open_run(tmp_path / "runs" / "a").path.name == "a"
     near = r"The latest run nearby is .*runs/a\."

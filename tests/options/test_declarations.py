@@ -37,6 +37,7 @@ OTHER_DEFAULTS = {
     "checkpoint.storage",
     "data.shuffle",
     "launch.timeout",
+    "ema.decay",
     "local_steps.every",
     "metrics",
     "track.trackers",

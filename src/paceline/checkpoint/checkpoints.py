@@ -20,6 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.best import best_info
 from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.engine_names import (
+    SavedBelow,
+    add_engine,
+    check_engines,
+    layouts_in_words,
+    named_engines,
+)
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.hashing import Digest, make_digest
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
@@ -65,7 +72,7 @@ class Restored:
 
 
 class Checkpoints:
-    """Saves an engine, its data's position, random streams and objects of yours; restores them.
+    """Saves engines, their data's position, random streams and objects of yours; restores them.
 
     For a loop of your own (the ``paceline.Trainer`` has one inside). Every rank makes it and
     calls its methods at the same steps:
@@ -80,7 +87,9 @@ class Checkpoints:
 
     Args:
         where: a folder or a URL such as ``s3://bucket/run``.
-        engine: the engine to save.
+        engine: the engine to save; or several by name, such as ``{"generator": g,
+            "discriminator": d}``, which are saved and restored together. The step of such a
+            checkpoint is that of the engine that has done most.
         loader: where it is in the data.
         objects: by name: anything with ``state_dict`` and ``load_state_dict``. Of an object that
             is not the same on all ranks, rank 0's is saved.
@@ -91,17 +100,18 @@ class Checkpoints:
     def __init__(
         self,
         where: str | os.PathLike[str],
-        engine: SavedEngine,
+        engine: SavedEngine | Mapping[str, SavedEngine],
         *,
         loader: Stateful | None = None,
         objects: Mapping[str, Stateful] | None = None,
         options: Checkpointing = Checkpointing(),
         report: Callable[[Event], None] | None = None,
     ) -> None:
-        self.engine, self.options = engine, options
-        self._world = engine.world
+        self.engines = named_engines(engine)
+        self.engine, self.options = next(iter(self.engines.values())), options
+        self._world = self.engine.world
         if isinstance(loader, Loader):
-            loader.follow(engine.layout)
+            loader.follow(self.engine.layout)
         self._stateful = {OBJECTS + name: o for name, o in checked_objects(objects or {}).items()}
         if loader is not None:
             self._stateful[_LOADER] = loader
@@ -135,6 +145,15 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ saving
 
+    @property
+    def step(self) -> int:
+        """The step that a checkpoint of now would have."""
+        return max(engine.steps_done for engine in self.engines.values())
+
+    def _settle(self) -> None:
+        for engine in self.engines.values():
+            engine.settle()
+
     def save(
         self,
         *,
@@ -149,11 +168,10 @@ class Checkpoints:
         options say otherwise: ``finished`` tells how it ended.
         """
         started = time.perf_counter()
-        self.engine.settle()
+        self._settle()
         self.begin()
-        step = self.engine.steps_done
         state = self._collect()
-        self._saver.save(step, state, {**self._info(reason, metrics or {}), **(info or {})})
+        self._saver.save(self.step, state, {**self._info(reason, metrics or {}), **(info or {})})
         if wait or not self.options.asynchronous:
             self._done += self._saver.wait()
         stalled = time.perf_counter() - started
@@ -172,7 +190,7 @@ class Checkpoints:
                 "snapshot(): without memory_every no snapshot in memory is ever read. Make the "
                 "checkpoints with options=Checkpointing(memory_every=1)."
             )
-        self.engine.settle()
+        self._settle()
         self.begin()
         if self._memory is None:
             self._memory = MemorySnapshots(
@@ -182,7 +200,7 @@ class Checkpoints:
                 identity=self._identity or "",
                 digest=self._digest,
             )
-        self._memory.snapshot(self.engine.steps_done, self._collect(), self._info("memory", {}))
+        self._memory.snapshot(self.step, self._collect(), self._info("memory", {}))
 
     def reserve(self) -> None:
         """Get the memory for the copies now, so that the first save is as fast as any other.
@@ -237,7 +255,9 @@ class Checkpoints:
             self._memory.close()
 
     def _collect(self) -> RankState:
-        state = self.engine.rank_state.collect()
+        state = RankState()
+        for name, engine in self.engines.items():
+            add_engine(state, engine.rank_state.collect(), name)
         is_main = self._world.is_main
         for name, saved in self._stateful.items():
             tree, tensors = take_apart(saved.state_dict(), _is_apart)
@@ -254,7 +274,7 @@ class Checkpoints:
     def _info(self, reason: str, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "layout": str(self.engine.layout),
+            "layout": layouts_in_words(self.engines),
             "world_size": self._world.size,
             "reason": reason,
             "metrics": dict(metrics),
@@ -343,20 +363,24 @@ class Checkpoints:
         try:
             opened = on_all_ranks(lambda: OpenedCheckpoint(checkpoint, self._wanted))
             load = functools.partial(fill, self._world, checkpoint)
-            self.engine.rank_state.take(opened, load)
+            check_engines(checkpoint, self.engines)
+            for name, engine in self.engines.items():
+                saved = SavedBelow(opened, name)
+                engine.rank_state.take(saved, saved.load_by(load))
             self._restore_objects(opened, load)
         except CheckpointDamaged:
             raise
         except CheckpointError as error:
             raise CheckpointDoesNotFit(error) from error
         finally:
-            if isinstance(checkpoint, MemoryCheckpoint) and not self.engine.rank_state.is_pending:
+            is_pending = any(engine.rank_state.is_pending for engine in self.engines.values())
+            if isinstance(checkpoint, MemoryCheckpoint) and not is_pending:
                 checkpoint.close()
         own = f"{_RANDOM}{self._world.rank}"
         has_random = opened.manifest.info.get("world_size") == self._world.size
         if has_random and own in opened.manifest.objects:
             set_rng_state(opened.read_object(own))
-        return Restored(self.engine.steps_done, checkpoint.path, opened.manifest.info, has_random)
+        return Restored(self.step, checkpoint.path, opened.manifest.info, has_random)
 
     def _wanted(self, name: str) -> bool:
         return not name.startswith(_RANDOM) or name == f"{_RANDOM}{self._world.rank}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.options import Ema
 from paceline.cli.screen import echo
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ Key = Annotated[
     typer.Option(
         metavar="REF",
         help="Take only what was written with this key: env:NAME or file:/path.",
+        show_default=False,
+    ),
+]
+EngineName = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="NAME",
+        help="Whose, where several engines were saved together.",
         show_default=False,
     ),
 ]
@@ -208,6 +218,8 @@ def export(
             metavar="NAME", help="Only this submodule, its names without NAME.", show_default=False
         ),
     ] = "",
+    ema: Ema = False,
+    engine: EngineName = None,
     hf_config: Annotated[
         str | None,
         typer.Option(
@@ -234,7 +246,8 @@ def export(
     largest = parse_size(max_shard)
     format = format_for(target, format)
     checkpoint = _find(where, step, best, metric, mode, follow=follow, key=key)
-    weights = weights_of(checkpoint, part=part, dtype=dtype)
+    whose: dict[str, Any] = {"weights": "ema" if ema else "model", "engine": engine}
+    weights = weights_of(checkpoint, part=part, dtype=dtype, **whose)
     with bar("exporting", sum(weight.bytes for weight in weights)) as move:
         written = export_weights(
             checkpoint,
@@ -244,6 +257,7 @@ def export(
             max_shard=largest,
             part=part,
             dtype=dtype,
+            **whose,
             force=force,
             follow=follow,
             progress=move,

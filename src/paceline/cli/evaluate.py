@@ -8,6 +8,7 @@ import typer
 
 from paceline.cli.inference import (
     DataSource,
+    Ema,
     Overrides,
     Ranks,
     Run,
@@ -23,6 +24,7 @@ from paceline.cli.screen import echo, echo_json
 def evaluate(
     run: Run,
     which: WhichWeights = "last",
+    ema: Ema = False,
     data: DataSource = "val",
     batches: Annotated[
         int | None,
@@ -40,7 +42,7 @@ def evaluate(
     """
     from paceline.trainer.run_inference import InferenceRequest
 
-    request = InferenceRequest("evaluate", which=weights_asked(which), batches=batches)
+    request = InferenceRequest("evaluate", which=weights_asked(which), ema=ema, batches=batches)
     outcome = run_inference(
         run,
         request,
@@ -62,8 +64,9 @@ def evaluate(
             name: value if math.isfinite(value) else str(value)
             for name, value in outcome["metrics"].items()
         }
-        echo_json(json.dumps({"run": run, "which": which, "data": data, **outcome}))
+        echo_json(json.dumps({"run": run, "which": which, "ema": ema, "data": data, **outcome}))
         return
-    echo(f"{run}, {which}: step {outcome['step']}, {outcome['samples']} samples of {data}")
+    whose = f"{which}, averaged weights" if ema else which
+    echo(f"{run}, {whose}: step {outcome['step']}, {outcome['samples']} samples of {data}")
     for name, value in outcome["metrics"].items():
         echo(f"  {name:<16} {value:.6g}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.console import say
-from paceline.cli.options import Overrides, ShareGpu, Spread
+from paceline.cli.options import Ema, Overrides, ShareGpu, Spread
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -42,7 +42,7 @@ Ranks = Annotated[
         "--nproc", metavar="N", help="How many ranks; else as many as the run.", show_default=False
     ),
 ]
-__all__ = ["DataSource", "Overrides", "Ranks", "Run", "ShareGpu", "Spread", "WhichWeights"]
+__all__ = ["DataSource", "Ema", "Overrides", "Ranks", "Run", "ShareGpu", "Spread", "WhichWeights"]
 
 
 def weights_asked(which: str) -> Any:

@@ -50,6 +50,9 @@ SecretFile = Annotated[
         help="The secret that the machines share; make it with: paceline secret FILE",
     ),
 ]
+Ema = Annotated[
+    bool, typer.Option("--ema", help="The averaged weights of the checkpoint (ema: in its config).")
+]
 ShareGpu = Annotated[
     bool,
     typer.Option(

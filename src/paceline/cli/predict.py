@@ -8,6 +8,7 @@ import typer
 
 from paceline.cli.inference import (
     DataSource,
+    Ema,
     Overrides,
     Ranks,
     Run,
@@ -30,6 +31,7 @@ def predict(
         ),
     ],
     which: WhichWeights = "last",
+    ema: Ema = False,
     data: DataSource = "val",
     take: Annotated[
         str | None,
@@ -55,7 +57,12 @@ def predict(
 
     path = check_out(absolute(out), overwrite=overwrite)
     request = InferenceRequest(
-        "predict", which=weights_asked(which), out=str(path), overwrite=overwrite, take=take
+        "predict",
+        which=weights_asked(which),
+        ema=ema,
+        out=str(path),
+        overwrite=overwrite,
+        take=take,
     )
     outcome = run_inference(
         run,
@@ -69,5 +76,6 @@ def predict(
         overrides=list(overrides or []),
         quiet=False,
     )
-    echo(f"{run}, {which}: step {outcome['step']}, {outcome['samples']} samples of {data}")
+    whose = f"{which}, averaged weights" if ema else which
+    echo(f"{run}, {whose}: step {outcome['step']}, {outcome['samples']} samples of {data}")
     echo(f"  written to       {out}")

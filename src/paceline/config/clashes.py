@@ -50,13 +50,15 @@ def keys_of_setting(config: Config, setting: str) -> list[Path]:
         return [("reduction", text.partition("=")[0]) for text in asked]
     if setting == "local_steps":
         return [("local_steps", "every")]
+    if setting == "ema":
+        return [("ema", "decay")]
     key = declared(EngineOptions)[setting].key if "." not in setting else setting
     assert key is not None
     return [tuple(key.split("."))]
 
 
 def without_effect(config: Config) -> Iterator[tuple[Path, str]]:
-    """What was set of compression or of local steps, while nobody said that there are to be any.
+    """What was set of compression, local steps or an average, which nobody has switched on.
 
     To say that there are none (``compress.format=none``, ``local_steps.every=null``) is a way to
     switch them off for a run, and the rest may stay as it is.
@@ -71,6 +73,8 @@ def without_effect(config: Config) -> Iterator[tuple[Path, str]]:
         )
     if rounds.every is None and "every" not in rounds.model_fields_set:
         yield from _idle(config, "local_steps", rounds, "every", "set that, as in 50")
+    if config.ema.decay is None and "decay" not in config.ema.model_fields_set:
+        yield from _idle(config, "ema", config.ema, "decay", "set that, as in 0.999")
 
 
 def _idle(

@@ -26,6 +26,9 @@ def metric_problems(config: Config, data: Callee) -> Iterator[tuple[Path, str]]:
     if stopping is not None:
         has_mode = stopping.mode is not None
         watched.append((("early_stopping", "metric"), stopping.metric, has_mode))
+    measured = ["loss", *config.metrics]
+    if config.ema.decay is not None and config.ema.evaluate:
+        measured += [f"ema/{name}" for name in measured]
     for path, metric, has_mode in watched:
         told = f"{'.'.join(path)}={metric!r}"
         if config.data.val is None and data.kind == "class":
@@ -34,11 +37,10 @@ def metric_problems(config: Config, data: Callee) -> Iterator[tuple[Path, str]]:
                 f"{told} needs validation data: set data.val, or let data.target be a function "
                 "that returns (train, val)",
             )
-        if metric != "loss" and metric not in config.metrics:
-            near = nearest(metric, config.metrics)
+        if metric not in measured:
+            near = nearest(metric, measured[1:])
             hint = f"; did you mean {near!r}?" if near else ""
-            measured = ", ".join(("loss", *config.metrics))
-            yield path, f"{told} is not measured; the metrics are {measured}{hint}"
+            yield path, f"{told} is not measured; the metrics are {', '.join(measured)}{hint}"
         elif not has_mode and not is_loss(metric):
             yield (
                 path,

@@ -15,6 +15,7 @@ from paceline.config.sections import Section, check_as_options, keys_of, limits
 from paceline.errors import TrainingError
 from paceline.layout.pipeline_schedules import SCHEDULES
 from paceline.options import (
+    EMA,
     Compression,
     Form,
     LocalSteps,
@@ -26,14 +27,17 @@ from paceline.options import (
 
 _sharding, _tensor, _pipeline = keys_of(Sharding), keys_of(TensorParallel), keys_of(Pipelining)
 _compress, _local, _reduction = keys_of(Compression), keys_of(LocalSteps), keys_of(Reduction)
+_ema = keys_of(EMA)
 
 
 def spelled_out(section: str, value: Any) -> Any:
-    """The mapping that ``compress: int8`` or ``local_steps: 50`` stands for; else ``value``."""
+    """The mapping that ``compress: int8`` or ``ema: 0.999`` stands for; else ``value``."""
     if section == "compress" and isinstance(value, str):
         return {"format": value}
     if section == "local_steps" and isinstance(value, int) and not isinstance(value, bool):
         return {"every": value}
+    if section == "ema" and isinstance(value, int | float) and not isinstance(value, bool):
+        return {"decay": value}
     return value
 
 
@@ -141,6 +145,20 @@ class LocalStepsSection(OptionsSection):
         """For the engine."""
         every, rest = self.every, self.model_dump(exclude={"every"})
         return None if every is None else LocalSteps(every=every, **rest)
+
+
+class EMASection(OptionsSection):
+    """An average of the weights, kept beside them; see docs/guides/averaged-weights.md."""
+
+    decay: float | None = _ema("decay", default=None, note="null: no average is kept.")
+    every: int = _ema("every")
+    start: int = _ema("start")
+    evaluate: bool = _ema("evaluate")
+
+    def options(self) -> EMA | None:
+        """For the engine."""
+        decay, rest = self.decay, self.model_dump(exclude={"decay"})
+        return None if decay is None else EMA(decay=decay, **rest)
 
 
 class ReductionSection(OptionsSection):

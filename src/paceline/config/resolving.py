@@ -107,7 +107,8 @@ def json_schema() -> dict[str, Any]:
         track["trackers"]["items"],
     ):
         items["anyOf"] = [{"$ref": items.pop("$ref")}, {"type": "string"}]
-    for name, kind in (("compress", "string"), ("local_steps", "integer")):  # short forms, too
+    short_forms = (("compress", "string"), ("local_steps", "integer"), ("ema", "number"))
+    for name, kind in short_forms:
         section = schema["properties"][name]
         section["anyOf"] = [{"$ref": section.pop("$ref")}, {"type": kind}]
     return schema

@@ -24,6 +24,7 @@ import paceline.config.demo as demo
 from paceline.config.fields import LayoutText, MetricNames, Positive, RunName, Tag, default_lr
 from paceline.config.parallelism import (
     CompressSection,
+    EMASection,
     LocalStepsSection,
     OptionsSection,
     PipelineSection,
@@ -92,6 +93,7 @@ class Config(Section):
     compress: CompressSection = _engine("compress", default=CompressSection())
     local_steps: LocalStepsSection = _engine("local_steps", default=LocalStepsSection())
     reduction: ReductionSection = _engine("reduction", default=ReductionSection())
+    ema: EMASection = _engine("ema", default=EMASection())
     device_map: Literal["auto"] | dict[str, str] | None = _engine("device_map")
     max_memory: dict[str, int | str] | None = _engine("max_memory")
     checkpoint_activations: Literal["full", "selective"] | Positive | None = _engine(

@@ -29,6 +29,7 @@ _SHORT_FORMS: dict[Path, str] = {
     ("early_stopping",): "true, false",
     ("compress",): "a format such as int8",
     ("local_steps",): "a number of steps such as 50",
+    ("ema",): "a decay such as 0.999",
 }
 """What may stand for a whole section."""
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from paceline.engine.arguments import OptimizerFactory
 from paceline.engine.checks import check_loss_parameters, check_optimizer, check_schedule
 from paceline.engine.context import StepContext
+from paceline.engine.ema import AveragedWeights
 from paceline.engine.initial_weights import start_from_one_model, start_from_one_optimizer
 from paceline.engine.internals import Internals
 from paceline.engine.learning_rate import LearningRate
@@ -47,6 +48,7 @@ _SAME_ON_ALL_RANKS = (
     "sync_batchnorm",
     "initial_weights",
     "randomness",
+    "ema",
 )
 
 
@@ -89,6 +91,7 @@ def build(
         numbers=SampleNumbers(replica, alone=options.local_steps is not None),
     )
     plain = SynchronousSGD(replica, options.compress, options.reduction)
+    average = None if options.ema is None else AveragedWeights(options.ema, replica)
     setup = ModelSetup(
         replica,
         options,
@@ -98,6 +101,7 @@ def build(
         groups,
         microbatches,
         plain,
+        average,
     )
     whole = WholeModel(model)
     if not setup.needs_batch:
@@ -114,10 +118,11 @@ def build(
         same_batches=SameBatches(layout, world),
         sync=_synchronising(plain, replica, precision, options),
         nonfinite=NonFiniteCheck(options.nonfinite, replica, module, precision),
+        average=average,
         clip_norm=options.clip_norm,
         clip_value=options.clip_value,
     )
-    meter = MemoryMeter(model, optimizer, world.device)
+    meter = MemoryMeter(model, optimizer, world.device, average)
     state, rank_state = WholeState(context, whole), RankStates(context, whole)
     return Internals(context, state, rank_state, meter, notes)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
+from paceline.engine.ema import AveragedWeights
 from paceline.engine.learning_rate import LearningRate
 from paceline.engine.loss import LossModule
 from paceline.engine.microbatches import Microbatches
@@ -16,6 +17,7 @@ from paceline.engine.optimizer_groups import Groups
 from paceline.engine.precision import Precision
 from paceline.engine.same_batches import SameBatches
 from paceline.engine.step_timing import StepClock
+from paceline.errors import TrainingError
 from paceline.sync.protocol import Sync
 from paceline.sync.replica import Replica
 
@@ -39,6 +41,8 @@ class StepContext:
     sync: Sync
     """How replicas agree."""
     nonfinite: NonFiniteCheck
+    average: AveragedWeights | None = None
+    """The moving average of the weights, where one is kept."""
     clip_norm: float | None = None
     clip_value: float | None = None
     observer: Callable[[], None] | None = None
@@ -47,3 +51,12 @@ class StepContext:
     """Whether the model is in evaluation mode, by ``paceline.Engine.evaluating``."""
     clock: StepClock | None = None
     """Set by whoever wants to know where the time of the next steps goes; see step_timing.py."""
+
+    def kept_average(self) -> AveragedWeights:
+        """The average of the weights; raises where none is kept."""
+        if self.average is None:
+            raise TrainingError(
+                "weights='ema': this engine keeps no average of its weights. Pass ema=0.999 to the "
+                "Engine or Trainer, or take a checkpoint's: load_weights(…, weights='ema')."
+            )
+        return self.average

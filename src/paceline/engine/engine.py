@@ -35,6 +35,7 @@ from paceline.errors import TrainingError
 from paceline.layout import Coordinate, Layout
 from paceline.log_values import Reduce, check_logged, current, log
 from paceline.options import (
+    EMA,
     Compression,
     EngineOptions,
     LocalSteps,
@@ -45,6 +46,7 @@ from paceline.options import (
     TensorParallel,
 )
 from paceline.options.arguments import refuse_unknown
+from paceline.options.ema import Weights, check_weights
 from paceline.options.engine import InitialWeights, Nonfinite, Randomness
 from paceline.options.engine import Precision as PrecisionName
 from paceline.options.rules import layout_in_world
@@ -98,6 +100,8 @@ class Engine(HasInternals):
             int8.
         local_steps: Data-parallel ranks train alone for this many steps and then synchronise.
         reduction: How gradients are summed over the ranks.
+        ema: Keep an exponential moving average of the trained weights, to evaluate and export: its
+            decay, such as 0.999. None: no average.
         initial_weights: What ranks start from: rank0, the model that rank 0 has built, or own,
             what each has built.
         randomness: Where the random numbers of a forward pass (dropout and the like) come from.
@@ -135,6 +139,7 @@ class Engine(HasInternals):
         compress: Compression | str | None = None,
         local_steps: LocalSteps | int | None = None,
         reduction: Reduction | None = None,
+        ema: EMA | float | None = None,
         initial_weights: InitialWeights = "rank0",
         randomness: Randomness = "layout-free",
         **unknown: Never,
@@ -163,6 +168,7 @@ class Engine(HasInternals):
             compress=compress,
             local_steps=local_steps,
             reduction=reduction,
+            ema=ema,
             initial_weights=initial_weights,
             randomness=randomness,
         )
@@ -241,10 +247,14 @@ class Engine(HasInternals):
     # ------------------------------------------------------------------ evaluation
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, with equal buffers on all ranks; put back afterwards."""
+    def evaluating(self, weights: Weights = "model") -> Iterator[None]:
+        """The model in evaluation mode, with equal buffers on all ranks; put back afterwards.
+
+        With ``weights="ema"`` it has its averaged weights (``ema=``) in the meantime.
+        """
+        check_weights(weights, "evaluating")
         self.settle()
-        with evaluation_mode(self._context):
+        with evaluation_mode(self._context, weights):
             yield
 
     def evaluate(self, batch: Any) -> list[Evaluated]:
@@ -261,6 +271,7 @@ class Engine(HasInternals):
         *,
         take: Take = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
+        weights: Weights | None = None,
     ) -> Rows | None:
         """The model's outputs for ``batch``, this rank's share: a row for each sample, in order.
 
@@ -279,10 +290,13 @@ class Engine(HasInternals):
                 function of the output of a microbatch.
             forward: called as ``forward(model, batch)``, it returns the output, where the model is
                 not simply called with its batch.
+            weights: ``"ema"`` for the averaged weights; by default the model's own, or those of the
+                ``evaluating`` around it.
         """
+        check_weights(weights, "predict")
         with contextlib.ExitStack() as stack:
-            if not self._context.is_evaluating:
-                stack.enter_context(self.evaluating())
+            if weights == "ema" or not self._context.is_evaluating:
+                stack.enter_context(self.evaluating(weights or "model"))
             return predict_share(self._context, batch, Prediction(forward), take)
 
     def log(
@@ -312,6 +326,8 @@ class Engine(HasInternals):
     def take_notes(self) -> list[str]:
         """What there is to tell the user since this was last asked, such as what was chosen."""
         notes, self._notes = self._notes, []
+        if self._context.average is not None:
+            notes += self._context.average.take_notes()
         return notes + self._context.replica.take_notes() + self._sync.take_notes()
 
     def traffic(self) -> Traffic | None:
@@ -346,12 +362,15 @@ class Engine(HasInternals):
         """Take over what ``state_dict`` gave; refused where it is that of another model."""
         self._internals.state.load(state)
 
-    def whole_parameters(self) -> dict[str, Tensor]:
+    def whole_parameters(self, weights: Weights = "model") -> dict[str, Tensor]:
         """Every parameter of the model, whole, on the CPU, whichever ranks hold its parts.
 
-        A collective, as are ``whole_gradients`` and ``whole_buffers``.
+        With ``weights="ema"`` their averages (``ema=``); one without an average is itself. A
+        collective, as are ``whole_gradients`` and ``whole_buffers``.
         """
-        return self._internals.state.parameters()
+        check_weights(weights, "whole_parameters")
+        state = self._internals.state
+        return state.averaged_parameters() if weights == "ema" else state.parameters()
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """The gradient of every trained parameter, as long as there are gradients."""

@@ -14,6 +14,7 @@ from paceline.engine.loss import Prediction
 from paceline.engine.predicted_rows import Rows, Take, joined, on_device, rows_of, to_host
 from paceline.errors import TrainingError
 from paceline.log_values import recording
+from paceline.options.ema import Weights
 from paceline.parallel.distributed_model import sample_group
 from paceline.parallel.loss_term import Term
 from paceline.world.object_collectives import all_gather_object
@@ -28,8 +29,9 @@ class Evaluated(NamedTuple):
 
 
 @contextlib.contextmanager
-def evaluation_mode(context: StepContext) -> Iterator[None]:
+def evaluation_mode(context: StepContext, weights: Weights = "model") -> Iterator[None]:
     """See ``paceline.Engine.evaluating``; the last step has been settled."""
+    averaged = contextlib.nullcontext() if weights == "model" else context.kept_average().in_place()
     replica = context.replica
     if replica.is_spread:
         context.sync.sync_buffers()
@@ -39,7 +41,12 @@ def evaluation_mode(context: StepContext) -> Iterator[None]:
     was_evaluating, context.is_evaluating = context.is_evaluating, True
     context.microbatches.logs.begin_evaluation()
     try:
-        with context.sync.shared_model(), torch.no_grad(), replica.pulse.during("evaluation"):
+        with (
+            context.sync.shared_model(),
+            averaged,
+            torch.no_grad(),
+            replica.pulse.during("evaluation"),
+        ):
             yield
     finally:
         context.is_evaluating = was_evaluating

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from paceline.engine.ema import AveragedWeights
 from paceline.nested import leaves
 from paceline.parallel.device_map.plan import readable
 from paceline.torch_internals import TorchDispatchMode, storage_id
@@ -37,7 +38,8 @@ class Memory:
     is what the step needed besides parameters, buffers, optimizer state and gradients: what is
     saved for the backward, and what is under way. ``current`` is held by tensors now (on a GPU: by
     all of them), ``process`` is the resident memory of the process on its host. ``devices`` splits
-    what stands by where it is kept: ``{"cuda:0": {"parameters": …}, "cpu": {…}}``.
+    what stands by where it is kept: ``{"cuda:0": {"parameters": …}, "cpu": {…}}``. Averaged
+    weights (``ema=``) count as ``optimizer``.
     """
 
     parameters: int
@@ -71,27 +73,37 @@ class MemoryMeter:
     What a compiled part allocates inside itself is seen on a GPU only.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        device: torch.device,
+        average: AveragedWeights | None = None,
+    ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
+        self._average = average
         self._last: tuple[int, int, int] | None = None
 
     def memory(self) -> Memory:
         """What is held now, with the peaks of the last measured step."""
-        standing = _standing(self.model, self.optimizer)
+        standing = self._standing()
         now = _memory(standing, self.device)
         if self._last is None:
             return now
         gradients, activations, peak = self._last
         return dataclasses.replace(now, gradients=gradients, activations=activations, peak=peak)
 
+    def _standing(self) -> _Standing:
+        found = _standing(self.model, self.optimizer)
+        if self._average is not None:
+            found.add("optimizer", self._average.tensors())
+        return found
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Measure what runs inside: one forward and backward, or several, and the update."""
         watch: _CpuWatch | _GpuWatch
-        if self.device.type == "cpu":
-            watch = _CpuWatch(_standing(self.model, self.optimizer))
-        else:
-            watch = _GpuWatch(self.device)
+        watch = _CpuWatch(self._standing()) if self.device.type == "cpu" else _GpuWatch(self.device)
         with contextlib.ExitStack() as hooks:
             for parameter in _parameters(self.model, self.optimizer):
                 if parameter.requires_grad:

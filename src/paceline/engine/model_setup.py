@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.engine.batch import move, placeholder
+from paceline.engine.ema import AveragedWeights
 from paceline.engine.initial_weights import (
     check_copies_are_equal,
     make_values,
@@ -44,11 +45,12 @@ class ModelSetup:
         groups: Groups,
         microbatches: Microbatches,
         sync: SynchronousSGD,
+        average: AveragedWeights | None = None,
     ) -> None:
         self._replica, self._options = replica, options
         self._loss, self._precision = loss, precision
         self._optimizer, self._groups = optimizer, groups
-        self._microbatches, self._sync = microbatches, sync
+        self._microbatches, self._sync, self._average = microbatches, sync, average
         self.on_meta = is_on_meta(replica.model)
         """Whether parameters have no values, and no memory, yet."""
 
@@ -86,6 +88,8 @@ class ModelSetup:
         if not found.is_plain:
             mark_as_spread(replica.model, layout)
             self._groups.repoint(self._optimizer, found.held)
+        if self._average is not None:
+            self._average.spread(found.held)
         if self._options.initial_weights == "own":
             check_copies_are_equal(found.held, replica.model, world)
         if options.sharding.offload == "optimizer":

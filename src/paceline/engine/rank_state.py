@@ -19,10 +19,13 @@ from paceline.engine.context import StepContext
 from paceline.engine.optimizer_groups import install
 from paceline.engine.randomness import restore_randomness, saved_randomness
 from paceline.engine.whole_model import WholeModel
+from paceline.options.ema import Weights
 from paceline.parallel.dtensor import local
 
 OBJECT = "engine"
 MODEL, OPTIMIZER = "model/", "optimizer/"
+AVERAGE = "ema/"
+"""The averaged weights, where there are any, under the names of the model's."""
 
 
 class RankStates:
@@ -46,6 +49,7 @@ class RankStates:
             for name, buffer in self._own_buffers():
                 state.tensors[MODEL + name] = held_part(sync.shared(name, buffer))
         self._collect_optimizer(state)
+        self._collect_average(state)
         sync.collect(state, dict(self._own_buffers()))
         if self._replica.world.rank == 0:
             state.objects[OBJECT] = self._object()
@@ -89,6 +93,14 @@ class RankStates:
             if plain and (sync.keeps_optimizer or self._is_first_holder(parameter)):
                 state.objects[prefix + name] = plain
 
+    def _collect_average(self, state: RankState) -> None:
+        if (average := self._context.average) is None:
+            return
+        average.check_not_in_place("checkpoint")
+        for name, _ in self._first_copies():
+            if (copies := average.of(name)) is not None:
+                state.tensors[AVERAGE + name] = held_part(copies[0])
+
     def _first_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank but for copies of what an earlier stage saves."""
         replica = self._replica
@@ -118,13 +130,21 @@ class RankStates:
     # ------------------------------------------------------------------ loading
 
     def take(
-        self, saved: Saved, load: Load, *, weights_only: bool = False, strict: bool = True
+        self,
+        saved: Saved,
+        load: Load,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        weights: Weights = "model",
     ) -> None:
         """Take over what a checkpoint holds, at this or another layout. Every rank calls it.
 
         A checkpoint of weights alone, or ``weights_only``, leaves the optimizer and the step as
         they are, and casts the weights to the model's dtype where that is another. Not ``strict``,
-        weights that one of the two lacks are left as they are.
+        weights that one of the two lacks are left as they are. ``weights`` says whether the model
+        gets the checkpoint's weights or their average. An engine that keeps an average goes on with
+        the checkpoint's, or begins again where it has none.
         """
         found = saved.read_object(OBJECT) if OBJECT in saved.manifest.objects else {}
         names = self._names_in(saved.manifest, found.get("aliases", {}), strict)
@@ -137,9 +157,9 @@ class RankStates:
             restore_randomness(self._replica, found.get("randomness"))
         if not self._replica.is_spread and self._context.setup.on_meta:
             # There is no memory to load into before the first batch has spread the model.
-            self._replica.after_spreading = lambda: self._take(saved, found, names, load)
+            self._replica.after_spreading = lambda: self._take(saved, found, names, load, weights)
         else:
-            self._take(saved, found, names, load)
+            self._take(saved, found, names, load, weights)
 
     @property
     def is_pending(self) -> bool:
@@ -147,10 +167,21 @@ class RankStates:
         return self._replica.after_spreading is not None
 
     def _take(
-        self, saved: Saved, found: Mapping[str, Any], names: Mapping[str, str], load: Load
+        self,
+        saved: Saved,
+        found: Mapping[str, Any],
+        names: Mapping[str, str],
+        load: Load,
+        weights: Weights,
     ) -> None:
         parts: dict[str, Part] = {}
-        casts = self._model_parts(parts, names, saved.manifest, may_cast="step" not in found)
+        keys = {name: MODEL + source for name, source in names.items()}
+        averages = {name: AVERAGE + source for name, source in names.items()}
+        averages = {name: key for name, key in averages.items() if key in saved.manifest.tensors}
+        if weights == "ema":
+            keys |= averages
+        casts = self._model_parts(parts, keys, saved.manifest, may_cast="step" not in found)
+        average = self._average_parts(parts, averages, saved.manifest)
         state: dict[nn.Parameter, dict[str, Any]] = {}
         if "step" in found:
             state = self._optimizer_parts(parts, saved)
@@ -158,6 +189,10 @@ class RankStates:
         with torch.no_grad():
             for target, value in casts:
                 target.copy_(value)
+        if self._context.average is not None:
+            self._context.average.take(average)
+            if not averages and "step" in found:
+                self._context.average.begin_late(found["step"])
         if "step" in found:
             self._take_training(found, state)
             self._context.sync.state.load(saved, found, load, dict(self._own_buffers()))
@@ -197,27 +232,44 @@ class RankStates:
     def _model_parts(
         self,
         parts: dict[str, Part],
-        names: Mapping[str, str],
+        keys: Mapping[str, str],
         manifest: Manifest,
         *,
         may_cast: bool,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Add where the model's tensors go; those that need a cast go elsewhere first."""
+        """Add where the model's tensors go; those that need a cast go elsewhere first.
+
+        ``keys`` says under which key of the checkpoint each is.
+        """
         casts: list[tuple[Tensor, Tensor]] = []
         held: dict[str, list[Tensor]] = {n: [*own] for n, own in self._replica.held.items()}
         held |= {name: [buffer] for name, buffer in self._own_buffers()}
         for name, copies in held.items():
-            if name not in names:  # left as it is
+            if name not in keys:  # left as it is
                 continue
-            entry = manifest.tensors[MODEL + names[name]]
+            entry = manifest.tensors[keys[name]]
             targets = [*copies]
             if entry.dtype != (here := dtype_name(copies[0].dtype)):
                 if not may_cast:
                     raise another_model(f"{name} is {entry.dtype} there and {here} here.")
                 targets = [empty_for(entry, like=copy) for copy in copies]
                 casts += zip(map(local, copies), map(local, targets), strict=True)
-            _add(parts, MODEL + names[name], targets)
+            _add(parts, keys[name], targets)
         return casts
+
+    def _average_parts(
+        self, parts: dict[str, Part], keys: Mapping[str, str], manifest: Manifest
+    ) -> dict[str, list[Tensor]]:
+        """Add memory for the averaged weights, where an average is kept; returns it by name."""
+        if self._context.average is None:
+            return {}
+        found = {}
+        for name, copies in self._replica.held.items():
+            if name in keys:
+                entry = manifest.tensors[keys[name]]
+                found[name] = [empty_for(entry, like=copy) for copy in copies]
+                _add(parts, keys[name], found[name])
+        return found
 
     def _optimizer_parts(
         self, parts: dict[str, Part], saved: Saved

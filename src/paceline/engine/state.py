@@ -34,6 +34,7 @@ class WholeState:
             "schedule": context.learning_rate.state_dict(),
             "randomness": saved_randomness(self._replica),
             **context.sync.state.whole(self._merged_whole),
+            **({} if context.average is None else {"ema": self.averages()}),
         }
 
     def model(self) -> dict[str, Any]:
@@ -50,6 +51,17 @@ class WholeState:
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, under all of its names. Called by every rank."""
         return self._all_names({name: own[0] for name, own in self._replica.held.items()})
+
+    def averages(self) -> dict[str, Tensor]:
+        """The average of every parameter that has one, whole, by first name. A collective."""
+        average = self._context.kept_average()
+        average.check_not_in_place("state_dict")
+        found = {name: average.of(name) for name in self._replica.held}
+        return self._merged(_whole({name: own[0] for name, own in found.items() if own}))
+
+    def averaged_parameters(self) -> dict[str, Tensor]:
+        """As ``parameters``, with the average of each one that has one."""
+        return self.parameters() | self._all_names(self.averages())
 
     def gradients(self) -> dict[str, Tensor]:
         """Every trained parameter's gradient, whole, zero where there is none, by first name."""
@@ -116,6 +128,8 @@ class WholeState:
         restore_randomness(self._replica, state.get("randomness"))
         context.sync.state.load_whole(state)
         self._replica.steps_done = state["step"]
+        if context.average is not None:
+            context.average.take_whole(state.get("ema") or {})
         context.sync.model_replaced()
 
     @torch.no_grad()

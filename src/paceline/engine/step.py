@@ -36,8 +36,12 @@ def run_step(context: StepContext, batch: Any) -> StepResult:
     if context.clock is not None:
         wait_for_late_ranks(context)
     context.groups.follow(context.optimizer, replica.held, replica.model)
-    if replica.follow_freezing():
+    frozen_changed = replica.follow_freezing()
+    if frozen_changed:
         context.sync.follow_freezing()
+    if context.average is not None:
+        context.average.check_not_in_place("step")
+        context.average.before_update(frozen_changed=frozen_changed)
     for parameter in replica.parameters:
         parameter.grad = None  # what a step that failed, or another backward, left there
 
@@ -68,6 +72,8 @@ def run_step(context: StepContext, batch: Any) -> StepResult:
     context.optimizer.zero_grad(set_to_none=True)
 
     replica.steps_done += 1
+    if context.average is not None:
+        context.average.after_update()
     context.learning_rate.step_done()
     context.nonfinite.look_at_step_before()
     logs.settle()  # of the step before, on a GPU: its numbers have arrived

@@ -65,6 +65,12 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def was_used(self) -> bool:
+        """Whether a launcher was here; a project's own folder may have a config.yaml as well."""
+        traces = (self.path / ".lock", self.events, self.logs)
+        return os.path.isfile(self.config) and any(map(os.path.exists, traces))
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's files."""
         return self.path / "tensorboard"
@@ -297,7 +303,7 @@ def list_runs(root: str | os.PathLike[str]) -> list[RunFolder]:
         found = [Path(root) / name for name in os.listdir(root)]
     except OSError:
         return []
-    runs = [RunFolder(path) for path in found if os.path.isfile(path / "config.yaml")]
+    runs = [run for path in found if (run := RunFolder(path)).was_used]
     return sorted(runs, key=lambda r: (r.config.stat().st_mtime_ns, r.path.name), reverse=True)
 
 

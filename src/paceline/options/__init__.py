@@ -8,6 +8,7 @@ signature of ``Engine`` or ``Trainer`` and in the config's schema: tests say whe
 from paceline.options.checkpointing import Checkpointing
 from paceline.options.compression import Compression, Form
 from paceline.options.data import DataOptions
+from paceline.options.ema import EMA
 from paceline.options.engine import EngineOptions
 from paceline.options.local_steps import LocalSteps
 from paceline.options.pipeline import Pipelining
@@ -19,6 +20,7 @@ from paceline.options.tensor import TensorParallel
 from paceline.options.trainer import Evaluation, TrainerOptions
 
 __all__ = [
+    "EMA",
     "Checkpointing",
     "Compression",
     "DataOptions",

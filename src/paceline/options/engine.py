@@ -12,6 +12,7 @@ from paceline.layout import Layout
 from paceline.options.arguments import documented
 from paceline.options.compression import Compression
 from paceline.options.declare import Option, check
+from paceline.options.ema import EMA
 from paceline.options.local_steps import LocalSteps
 from paceline.options.pipeline import Pipelining
 from paceline.options.recompute import Recompute
@@ -164,6 +165,13 @@ class EngineOptions:
     reduction: Annotated[Reduction, Option("How gradients are summed over the ranks.")] = (
         Reduction()
     )
+    ema: Annotated[
+        EMA | None,
+        Option(
+            "Keep an exponential moving average of the trained weights, to evaluate and export: "
+            "its decay, such as 0.999. None: no average."
+        ),
+    ] = None
     initial_weights: Annotated[
         InitialWeights,
         Option(
@@ -197,6 +205,8 @@ class EngineOptions:
             given["local_steps"] = LocalSteps.of(rounds)
         if (reduction := given.get("reduction")) is not None:
             given["reduction"] = Reduction.of(reduction)
+        if (average := given.get("ema")) is not None:
+            given["ema"] = EMA.of(average)
         for name, value in list(given.items()):
             if value is None and name in ("sharding", "tensor", "pipeline", "reduction"):
                 del given[name]

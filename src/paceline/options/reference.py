@@ -11,6 +11,7 @@ from paceline.options.checkpointing import Checkpointing
 from paceline.options.compression import Compression
 from paceline.options.data import DataOptions
 from paceline.options.declare import Declared, declared, range_in_words
+from paceline.options.ema import EMA
 from paceline.options.engine import EngineOptions
 from paceline.options.local_steps import LocalSteps
 from paceline.options.pipeline import Pipelining
@@ -30,6 +31,7 @@ OWNERS: dict[type, tuple[str, ...]] = {
     Compression: ("Compression",),
     LocalSteps: ("LocalSteps",),
     Reduction: ("Reduction",),
+    EMA: ("EMA",),
     DataOptions: ("DataOptions",),
     Evaluation: ("Evaluation",),
     Checkpointing: ("Checkpointing",),

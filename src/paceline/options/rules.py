@@ -267,6 +267,15 @@ def _rounds_sum_no_gradients(case: Combination) -> str | None:
     )
 
 
+def _replicas_have_no_average(case: Combination) -> str | None:
+    if case.options.local_steps is None or case.options.ema is None:
+        return None
+    return (
+        "replicas that train alone have a model each between two synchronisations, so that there "
+        "is no one model to average over the steps. Leave ema out, or local_steps."
+    )
+
+
 _LAYOUT = ("layout",)
 
 RULES = (
@@ -290,6 +299,7 @@ RULES = (
     Rule("replicas-hold-the-whole-model", ("layout", "local_steps"), _replicas_hold_whole_models),
     Rule("replicas-are-processes", ("device_map", "local_steps"), _replicas_are_processes),
     Rule("replicas-do-not-wait", ("sync_batchnorm", "local_steps"), _replicas_do_not_wait),
+    Rule("replicas-have-no-average", ("ema", "local_steps"), _replicas_have_no_average),
     Rule("rounds-send-no-gradients", ("compress", "local_steps"), _rounds_send_no_gradients),
     Rule("rounds-sum-no-gradients", ("reduction", "local_steps"), _rounds_sum_no_gradients),
     Rule("matrices-need-whole-gradients", ("layout", "compress"), _matrices_need_whole_gradients),

@@ -125,4 +125,13 @@ def check_uses_of_val(trainer: TrainerBase, val: Any) -> None:
                 raise TrainingError("EarlyStopping needs validation data: pass val to fit().")
             watched.append(("EarlyStopping", callback.metric))
     for who, metric in watched:
-        value_of({"loss": 0.0, **dict.fromkeys(trainer.metrics, 0.0)}, metric, who)
+        value_of(dict.fromkeys(_measured(trainer), 0.0), metric, who)
+
+
+def _measured(trainer: TrainerBase) -> list[str]:
+    """The names of what an evaluation measures; models and losses may log more."""
+    names = ["loss", *trainer.metrics]
+    average = trainer.engine_options.ema
+    if average is not None and average.evaluate:
+        names += [f"ema/{name}" for name in names]
+    return names

@@ -88,6 +88,8 @@ class TrainerBase:
         self._engine: Engine | None = None
         # The state of an engine that ranks of fit(nproc=…) had; the model has its own already.
         self._brought: dict[str, Any] | None = None
+        # For ranks that evaluate or predict: the averaged weights, whole.
+        self.averages: dict[str, Tensor] | None = None
         # Whether all ranks came to the end of fit together, a signal or not.
         self.left_in_order = False
         self._stops: StopRequests | None = None

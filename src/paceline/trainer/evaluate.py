@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from paceline.engine import Engine
 from paceline.engine.internals import internals_of
 from paceline.engine.loss import target_of
 from paceline.errors import DataError, TrainingError
+from paceline.options.ema import Weights
+from paceline.trainer.pass_progress import PassProgress
 from paceline.trainer.stateful_metrics import StatefulMetric, has_state
 from paceline.world import collectives, rng_state, set_rng_state
 
@@ -40,15 +43,42 @@ def evaluate(
     loader: Loader,
     metrics: Mapping[str, Metric],
     *,
+    progress: PassProgress | None = None,
+    weights: Weights | None = None,
     batches: int | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], int, float]:
     """Loss and metrics over ``loader`` from its start; also the samples and the seconds.
 
-    ``between`` is called by every rank after each batch, and may raise to end the pass. The
-    random streams of training are left as they were.
+    Of the model's ``weights`` or of the averaged ones; by default of the model's, and where an
+    average is kept also of that, as ``ema/loss`` and so on, in a second pass. ``between`` is called
+    by every rank after each batch, and may raise to end the pass. The random streams of training
+    are left as they were.
     """
+    one_pass = functools.partial(_one_pass, engine, loader, metrics, progress, batches, between)
+    values, samples, seconds = one_pass(weights or "model")
+    average = internals_of(engine).context.average
+    if weights is None and average is not None and average.options.evaluate:
+        averaged = values  # until the average begins, it is the model
+        if average.has_begun:
+            averaged, _, more = one_pass("ema")
+            seconds += more
+        values = values | {f"ema/{name}": value for name, value in averaged.items()}
+    return values, samples, seconds
+
+
+def _one_pass(
+    engine: Engine,
+    loader: Loader,
+    metrics: Mapping[str, Metric],
+    progress: PassProgress | None,
+    batches: int | None,
+    between: Callable[[], None],
+    weights: Weights,
+) -> tuple[dict[str, float], int, float]:
     started = time.perf_counter()
+    if progress is not None:
+        progress.begin()
     tally = _Tally(metrics)
     numbers = itertools.count()
 
@@ -57,7 +87,12 @@ def evaluate(
         for part in engine.evaluate(batch):
             tally.add(index, part.batch, part.samples, part.term)
 
-    run_pass(engine, loader, visit, batches=batches, between=between)
+    def after() -> None:
+        between()
+        if progress is not None:
+            progress.batch_done()
+
+    run_pass(engine, loader, visit, batches=batches, between=after, weights=weights)
     values, samples = tally.reduce(engine)
     logged = internals_of(engine).context.microbatches.logs.evaluated()
     values |= {name: one.value for name, one in logged.items() if name not in values}
@@ -74,12 +109,13 @@ def run_pass(
     batches: int | None = None,
     between: Callable[[], None] = lambda: None,
     phase: str = "evaluation",
+    weights: Weights = "model",
 ) -> None:
     """Show ``visit`` the batches of ``loader`` from its start, in evaluation mode; see above."""
     random = rng_state()
     loader.seek(0)
     try:
-        with engine.evaluating(), engine.world.pulse.during(phase):
+        with engine.evaluating(weights), engine.world.pulse.during(phase):
             for batch in itertools.islice(iter(loader), batches):
                 visit(batch)
                 between()

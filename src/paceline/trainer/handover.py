@@ -29,7 +29,7 @@ from paceline.checkpoint.boxes import Box
 from paceline.data import Loader
 from paceline.engine.checks import load_schedule
 from paceline.engine.internals import internals_of
-from paceline.engine.rank_state import MODEL, OBJECT, OPTIMIZER
+from paceline.engine.rank_state import AVERAGE, MODEL, OBJECT, OPTIMIZER
 from paceline.nested import map_tensors
 from paceline.parallel.meta import materialise
 from paceline.trainer.base import TrainerBase
@@ -219,7 +219,7 @@ def _put_together(shares: Sequence[_Share]) -> Left | None:
     about = objects[OBJECT]
     tensors: dict[str, Tensor] = {}
     for name in {name for share in shares for name in share.tensors}:
-        if name.startswith((MODEL, OPTIMIZER)):
+        if name.startswith((MODEL, OPTIMIZER, AVERAGE)):
             whole = _from_boxes([share.tensors[name] for share in shares if name in share.tensors])
             if whole is None:
                 return None
@@ -232,6 +232,7 @@ def _put_together(shares: Sequence[_Share]) -> Left | None:
         "optimizer": _optimizer_state(about["groups"], tensors, objects),
         "scaler": about["scaler"],
         "schedule": about["schedule"],
+        "ema": {n.removeprefix(AVERAGE): t for n, t in tensors.items() if n.startswith(AVERAGE)},
     }
     return left
 

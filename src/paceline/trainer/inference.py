@@ -16,12 +16,14 @@ from paceline.checkpoint.locate import Which
 from paceline.checkpoint.manifest import step_of
 from paceline.data import Loader
 from paceline.engine import Engine
+from paceline.engine.internals import internals_of
 from paceline.engine.predicted_rows import Rows, Take
 from paceline.errors import TrainingError
 from paceline.events import EvalDone
 from paceline.launch import local
 from paceline.launch.environment import read_environment
 from paceline.launch.job import check_nproc
+from paceline.options.ema import Weights, check_weights
 from paceline.track import Progress, Tracker, following
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.evaluate import evaluate
@@ -57,6 +59,7 @@ class InferenceTrainer(TrainerBase):
         data: Any,
         *,
         which: Which | None = None,
+        weights: Weights | None = None,
         batches: int | None = None,
         nproc: int | None = None,
     ) -> dict[str, float]:
@@ -71,27 +74,38 @@ class InferenceTrainer(TrainerBase):
         Args:
             data: a dataset, a torch ``DataLoader`` or a ``paceline.data.Loader``, with targets.
             which: first load these weights of ``run_dir``: ``"best"``, ``"last"`` or a step.
+            weights: ``"model"``, or ``"ema"`` for the averaged weights (``ema=``) alone. By default
+                those of the model, and where an average is kept also its metrics, as ``ema/loss``
+                and so on. With ``which`` those of the checkpoint.
             batches: only so many global batches.
             nproc: started by hand, bring up that many ranks for it, as ``fit`` does.
         """
         if batches is not None and (not isinstance(batches, int) or batches < 1):
             raise TrainingError(f"evaluate: batches={batches!r} must be a whole number, 1 or more.")
+        check_weights(weights, "evaluate")
         if _needs_new_ranks(nproc):
             return _on_new_ranks(
-                self, nproc, lambda own: own.evaluate(data, which=which, batches=batches)
+                self,
+                nproc,
+                lambda own: own.evaluate(data, which=which, weights=weights, batches=batches),
             )
-        with self._passing(data, "evaluate", which, nproc) as given:
+        with self._passing(data, "evaluate", which, weights, nproc) as given:
             engine, loader, stops, reporter, step = given
             progress = PassProgress(reporter.emit, "evaluation", step, loader, batches)
 
             def between() -> None:
                 if stops.agree() >= LEAVE:
                     raise Interrupted
-                progress.batch_done()
 
-            progress.begin()
             metrics, samples, seconds = evaluate(
-                engine, loader, self.metrics, batches=batches, between=between
+                engine,
+                loader,
+                self.metrics,
+                progress=progress,
+                # With which= the model itself has been given the weights asked for.
+                weights="model" if weights == "ema" and which is not None else weights,
+                batches=batches,
+                between=between,
             )
             done = EvalDone(
                 step=step, epoch=self.epoch, metrics=metrics, samples=samples, seconds=seconds
@@ -106,6 +120,7 @@ class InferenceTrainer(TrainerBase):
         out: str | os.PathLike[str] | None = None,
         overwrite: bool = False,
         which: Which | None = None,
+        weights: Weights = "model",
         take: Take = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         nproc: int | None = None,
@@ -128,6 +143,8 @@ class InferenceTrainer(TrainerBase):
                 any shape).
             overwrite: replace a file that is there already.
             which: first load these weights of ``run_dir``: ``"best"``, ``"last"`` or a step.
+            weights: ``"ema"`` for the averaged weights (``ema=``); with ``which`` those of the
+                checkpoint.
             take: what to keep of the model's output: the name of a part of it, such as
                 ``"logits"``, or a function of the output of a batch.
             forward: called as ``forward(model, batch)``, it returns the output, where the model is
@@ -136,6 +153,7 @@ class InferenceTrainer(TrainerBase):
         """
         if take is not None and not isinstance(take, str) and not callable(take):
             raise TrainingError(f"predict: take={take!r} must be a name or a function.")
+        check_weights(weights, "predict")
         path = None if out is None else Path(out).absolute()
         if out is not None and ((env := read_environment()) is None or env.rank == 0):
             path = check_out(out, overwrite=overwrite)
@@ -144,26 +162,39 @@ class InferenceTrainer(TrainerBase):
                 self,
                 nproc,
                 lambda own: own.predict(
-                    data, out=path, overwrite=overwrite, which=which, take=take, forward=forward
+                    data,
+                    out=path,
+                    overwrite=overwrite,
+                    which=which,
+                    weights=weights,
+                    take=take,
+                    forward=forward,
                 ),
             )
-        with self._passing(data, "predict", which, nproc) as given:
+        with self._passing(data, "predict", which, weights, nproc) as given:
             engine, loader, stops, reporter, step = given
             check_order(loader)
             progress = PassProgress(reporter.emit, "prediction", step, loader)
             predicting = PredictionPass(engine, stops, take=take, forward=forward, out=path)
+            if which is None:  # else the model itself has been given them
+                predicting.weights = weights
             rows: Rows | None = predicting.run(loader, progress)
         return path if out is not None else rows
 
     def load_weights(
-        self, which: Which = "best", *, metric: str | None = None, mode: Mode | None = None
+        self,
+        which: Which = "best",
+        *,
+        weights: Weights = "model",
+        metric: str | None = None,
+        mode: Mode | None = None,
     ) -> str:
         """Give the model the weights of a checkpoint of ``run_dir``, and return its path.
 
             trainer.load_weights()  # the best, by the metric of Checkpointing(best=)
 
-        ``which``, ``metric`` and ``mode`` are those of ``paceline.load_weights``. Nothing but the
-        model changes. Every rank must call it.
+        The arguments are those of ``paceline.load_weights``. Nothing but the model changes. Every
+        rank must call it.
         """
         if self.checkpoint_dir is None:
             raise TrainingError(
@@ -176,13 +207,27 @@ class InferenceTrainer(TrainerBase):
         by_config = self.run_dir is not None and (self.run_dir / "config.yaml").is_file()
         where = self.run_dir if self.run_dir is not None and by_config else self.checkpoint_dir
         key = self.checkpoint.digest_key
-        return load_weights(target, where, which, metric=metric, mode=mode, follow=True, key=key)
+        return load_weights(
+            target,
+            where,
+            which,
+            weights=weights,
+            metric=metric,
+            mode=mode,
+            follow=True,
+            key=key,
+        )
 
     # ------------------------------------------------------------------ how a pass goes
 
     @contextlib.contextmanager
     def _passing(
-        self, data: Any, verb: str, which: Which | None, nproc: int | None
+        self,
+        data: Any,
+        verb: str,
+        which: Which | None,
+        weights: Weights | None,
+        nproc: int | None,
     ) -> Iterator[_Pass]:
         """What a pass over ``data`` needs, put away afterwards."""
         engine = self._engine_for(data, verb)
@@ -194,7 +239,7 @@ class InferenceTrainer(TrainerBase):
             )
         step = engine.steps_done
         if which is not None:
-            path = self.load_weights(which)
+            path = self.load_weights(which, weights=weights or "model")
             step = step_of(path.rstrip("/").rpartition("/")[2]) or step
         loader = make_loader(self, data, verb)
         loader.take_note()
@@ -239,6 +284,8 @@ class InferenceTrainer(TrainerBase):
             self.model = self._engine.model
             if self.optimizer is not None:
                 self.optimizer = self._engine.optimizer
+            if self.averages is not None:
+                internals_of(self._engine).context.kept_average().take_whole(self.averages)
         return self.engine
 
 
@@ -257,6 +304,8 @@ def _on_new_ranks(
     trackers: list[Tracker] = [Progress()] if trainer.progress else []
     rank_trainer = trainer.for_ranks(events_are_shown=bool(trackers))
     rank_trainer.optimizer = None
+    if trainer.engine_options.ema is not None and trainer.step:
+        rank_trainer.averages = internals_of(trainer.engine).state.averages()
     with tempfile.TemporaryDirectory(prefix="paceline-events-") as folder:
         rank_trainer.pass_events_dir = Path(folder)
 

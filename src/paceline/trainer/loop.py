@@ -338,14 +338,13 @@ class Loop:
         self.evaluation_due = True
         batches = self.trainer.evaluation.batches
         progress = PassProgress(self.reporter.emit, "evaluation", step, self.val, batches)
-
-        def between() -> None:
-            self._leave_if_interrupted()
-            progress.batch_done()
-
-        progress.begin()
         metrics, samples, seconds = evaluate(
-            self.engine, self.val, self.trainer.metrics, batches=batches, between=between
+            self.engine,
+            self.val,
+            self.trainer.metrics,
+            progress=progress,
+            batches=batches,
+            between=self._leave_if_interrupted,
         )
         self.evaluated_at, self.last_metrics, self.evaluation_due = step, metrics, False
         epoch = self.trainer.epoch

@@ -30,7 +30,8 @@ class PassProgress:
         self._told = 0.0
 
     def begin(self) -> None:
-        """The pass begins."""
+        """The pass begins, or another one over the same data."""
+        self._done = self.samples = 0
         self._tell()
 
     def end(self) -> None:

@@ -17,6 +17,7 @@ from paceline.engine.internals import internals_of
 from paceline.engine.loss import Prediction
 from paceline.engine.predicted_rows import Rows, Take, joined, rows_of, to_host
 from paceline.errors import DataError, TrainingError
+from paceline.options.ema import Weights
 from paceline.trainer.evaluate import run_pass
 from paceline.trainer.pass_progress import PassProgress
 from paceline.trainer.prediction_files import PredictionFile, open_predictions
@@ -57,6 +58,7 @@ class PredictionPass:
     ) -> None:
         self._engine, self._stops = engine, stops
         self._take, self._prediction = take, Prediction(forward)
+        self.weights: Weights = "model"
         self._out = out
         self._file: PredictionFile | None = None
         self._kept: list[Rows] = []
@@ -78,7 +80,14 @@ class PredictionPass:
         try:
             self._open()
             progress.begin()
-            run_pass(self._engine, loader, self._predict, between=between, phase="prediction")
+            run_pass(
+                self._engine,
+                loader,
+                self._predict,
+                between=between,
+                phase="prediction",
+                weights=self.weights,
+            )
             self._finish()
             progress.end()
         except BaseException:

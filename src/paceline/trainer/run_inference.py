@@ -17,6 +17,7 @@ import torch
 from paceline.checkpoint.locate import Which
 from paceline.config import Config, load
 from paceline.events import EvalDone, PhaseProgress, read
+from paceline.options.ema import Weights
 from paceline.trainer.run import layout_for, make_dataset, make_model, make_trainer
 from paceline.trainer.trainer import Trainer
 from paceline.world import World
@@ -28,6 +29,7 @@ _NOT_TRAINING: dict[str, Any] = {
     "schedule": None,
     "compress": None,
     "local_steps": None,
+    "ema": None,
     "checkpoint_activations": None,
     "clip_norm": None,
     "clip_value": None,
@@ -41,6 +43,8 @@ class InferenceRequest:
     verb: str
     """``evaluate`` or ``predict``."""
     which: Which = "last"
+    ema: bool = False
+    """Whether the averaged weights are asked for."""
     data: str = "val"
     """``train`` or ``val``."""
     batches: int | None = None
@@ -80,14 +84,16 @@ def infer(config: Config, run_dir: Path, request: InferenceRequest, folder: Path
 
 
 def _run(trainer: Trainer, data: Any, request: InferenceRequest) -> dict[str, float]:
+    weights: Weights = "ema" if request.ema else "model"
     if request.verb == "evaluate":
-        return trainer.evaluate(data, which=request.which, batches=request.batches)
+        return trainer.evaluate(data, which=request.which, weights=weights, batches=request.batches)
     assert request.out is not None
     trainer.predict(
         data,
         out=request.out,
         overwrite=request.overwrite,
         which=request.which,
+        weights=weights,
         take=request.take,
     )
     return {}

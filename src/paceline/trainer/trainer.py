@@ -25,6 +25,7 @@ from paceline.launch.restart_policy import RestartLimits
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
 from paceline.options import (
+    EMA,
     Checkpointing,
     Compression,
     DataOptions,
@@ -147,6 +148,7 @@ class Trainer(InferenceTrainer):
         compress: Compression | str | None = None,
         local_steps: LocalSteps | int | None = None,
         reduction: Reduction | None = None,
+        ema: EMA | float | None = None,
         initial_weights: InitialWeights = "rank0",
         randomness: Randomness = "layout-free",
         **unknown: Never,
@@ -175,6 +177,7 @@ class Trainer(InferenceTrainer):
             compress=compress,
             local_steps=local_steps,
             reduction=reduction,
+            ema=ema,
             initial_weights=initial_weights,
             randomness=randomness,
         )

@@ -15,15 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.checkpoint.best import Mode
 from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.engine_names import SavedBelow, engine_prefix
 from paceline.checkpoint.locate import Which, find_checkpoint
 from paceline.checkpoint.rank_state import held_part
 from paceline.checkpoint.restore import OpenedCheckpoint, fill, on_all_ranks
-from paceline.checkpoint.weights.export import aliases_of, extra_of
+from paceline.checkpoint.weights.saved_weights import SavedWeights
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of
-from paceline.engine.rank_state import MODEL
 from paceline.engine.rank_state import OBJECT as ENGINE
 from paceline.errors import CheckpointError, TrainingError
+from paceline.options.ema import Weights, check_weights
 
 _SHOWN = 5
 
@@ -34,6 +35,8 @@ def load_weights(
     which: Which = "last",
     *,
     strict: bool = True,
+    weights: Weights = "model",
+    engine: str | None = None,
     metric: str | None = None,
     mode: Mode | None = None,
     follow: bool = False,
@@ -51,6 +54,9 @@ def load_weights(
             best by; or the number of a step.
         strict: refuse weights that the checkpoint lacks or the model does not have. Without it
             those are left as they are. Shapes have to agree either way.
+        weights: ``"ema"`` for the averaged weights (``ema=``) of the checkpoint. An engine that
+            keeps an average takes over the checkpoint's in any case.
+        engine: whose, where the checkpoint holds several engines: its name there.
         metric: another metric for ``"best"``.
         mode: with ``metric``, whether ``"min"`` or ``"max"`` is better.
         follow: go where the run's config says that its checkpoints are, also to other hosts.
@@ -59,22 +65,28 @@ def load_weights(
     Every byte is checked before it counts. Where this raises, a module is as it was; an engine's
     weights may be half loaded only if the checkpoint was found to be damaged on the way.
     """
-    _check_arguments(model, where, which, strict)
+    _check_arguments(model, where, which, strict, weights)
     find = functools.partial(
         find_checkpoint, where, which, metric=metric, mode=mode, follow=follow, key=key
     )
     if isinstance(model, Engine):
         checkpoint = on_all_ranks(find)
-        opened = on_all_ranks(lambda: OpenedCheckpoint(checkpoint, lambda name: name == ENGINE))
-        load = functools.partial(fill, model.world, checkpoint)
-        internals_of(model).rank_state.take(opened, load, weights_only=True, strict=strict)
+        # The names are known to be there, averaged weights included, before anything is loaded.
+        on_all_ranks(lambda: SavedWeights(checkpoint, weights, engine))
+        about = engine_prefix(checkpoint, engine) + ENGINE
+        opened = on_all_ranks(lambda: OpenedCheckpoint(checkpoint, lambda name: name == about))
+        saved = SavedBelow(opened, engine or "")
+        load = saved.load_by(functools.partial(fill, model.world, checkpoint))
+        internals_of(model).rank_state.take(
+            saved, load, weights_only=True, strict=strict, weights=weights
+        )
     else:
         checkpoint = find()
-        _load(_unwrapped(model), checkpoint, strict)
+        _load(_unwrapped(model), SavedWeights(checkpoint, weights, engine), strict)
     return checkpoint.path
 
 
-def _check_arguments(model: Any, where: Any, which: Any, strict: Any) -> None:
+def _check_arguments(model: Any, where: Any, which: Any, strict: Any, weights: Any) -> None:
     how = "Call load_weights(model, run), with a torch.nn.Module or a paceline.Engine first."
     if isinstance(model, str | Path):
         raise TrainingError(
@@ -97,6 +109,7 @@ def _check_arguments(model: Any, where: Any, which: Any, strict: Any) -> None:
         )
     if not isinstance(strict, bool):
         raise TrainingError(f"load_weights: strict={strict!r} must be True or False.")
+    check_weights(weights, "load_weights")
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -120,7 +133,8 @@ class _Match:
     misshapen: list[str]
 
 
-def _load(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
+def _load(model: nn.Module, saved: SavedWeights, strict: bool) -> None:
+    checkpoint = saved.checkpoint
     state = model.state_dict(keep_vars=True)
     targets = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if on_meta := [name for name, tensor in targets.items() if tensor.is_meta]:
@@ -128,16 +142,16 @@ def _load(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
             f"{on_meta[0]!r} is on the meta device: there is no memory to load into. Give the "
             "model memory first: model.to_empty(device=…)."
         )
-    saved_extra = extra_of(checkpoint)
+    saved_extra = saved.extra()
     own_extra = [name for name in state if name not in targets]
-    match = _matched(targets, checkpoint)
+    match = _matched(targets, saved)
     match.missing.extend(name for name in own_extra if name not in saved_extra)
     match.unknown.extend(name for name in saved_extra if name not in own_extra)
     _check(match, checkpoint, strict)
     read: dict[str, Tensor] = {}
     with checkpoint.kept_open():
         for source in dict.fromkeys(match.sources.values()):
-            read[source] = checkpoint.read_tensor(MODEL + source)
+            read[source] = checkpoint.read_tensor(saved.keys[source])
     _check_ties(targets, match.sources, read, checkpoint)
     with torch.no_grad():
         for name, source in match.sources.items():
@@ -147,10 +161,10 @@ def _load(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
         model.load_state_dict(extra, strict=False)
 
 
-def _matched(targets: dict[str, Tensor], checkpoint: Checkpoint) -> _Match:
-    entries = checkpoint.manifest.tensors
-    there = {n.removeprefix(MODEL): e for n, e in entries.items() if n.startswith(MODEL)}
-    aliases = aliases_of(checkpoint)
+def _matched(targets: dict[str, Tensor], saved: SavedWeights) -> _Match:
+    entries = saved.checkpoint.manifest.tensors
+    there = {name: entries[key] for name, key in saved.keys.items()}
+    aliases = saved.aliases()
     names_of: dict[int, list[str]] = {}
     for name, tensor in targets.items():
         names_of.setdefault(id(tensor), []).append(name)

@@ -29,8 +29,10 @@ from paceline.checkpoint.weights.export_files import (
     write_json,
     write_safetensors,
 )
+from paceline.checkpoint.weights.saved_weights import SavedWeights
 from paceline.errors import CheckpointError
 from paceline.formatting import one_of
+from paceline.options.ema import Weights
 
 FORMATS = ("safetensors", "hf", "torch")
 _BY_ENDING = {
@@ -42,23 +44,29 @@ _BY_ENDING = {
 }
 MAX_SHARD = 5_000_000_000
 
-_MODEL = "model/"
 Progress = Callable[[int], None]
 
 
 def weights_of(
-    checkpoint: Checkpoint, *, part: str = "", dtype: torch.dtype | str | None = None
+    checkpoint: Checkpoint,
+    *,
+    part: str = "",
+    dtype: torch.dtype | str | None = None,
+    weights: Weights = "model",
+    engine: str | None = None,
 ) -> list[Weight]:
     """The model's tensors, a tied one under each of its names.
 
     ``part`` picks the submodule of this name, whose tensors then go without it in their names.
-    ``dtype`` is what floating-point ones shall become.
+    ``dtype`` is what floating-point ones shall become. ``weights="ema"`` takes the averaged ones,
+    and ``engine`` is the name of one that was saved with others.
     """
     wanted = _dtype(dtype)
     tensors = checkpoint.manifest.tensors
-    keys = {name.removeprefix(_MODEL): name for name in tensors if name.startswith(_MODEL)}
-    for alias, first in aliases_of(checkpoint).items():
-        keys.setdefault(alias, _MODEL + first)
+    saved = SavedWeights(checkpoint, weights, engine)
+    keys = dict(saved.keys)
+    for alias, first in saved.aliases().items():
+        keys.setdefault(alias, saved.keys[first])
     prefix = f"{part}." if part else ""
     found = []
     for name, key in keys.items():
@@ -108,6 +116,8 @@ def export_weights(
     max_shard: int = MAX_SHARD,
     part: str = "",
     dtype: torch.dtype | str | None = None,
+    weights: Weights = "model",
+    engine: str | None = None,
     force: bool = False,
     follow: bool = False,
     progress: Progress | None = None,
@@ -116,7 +126,8 @@ def export_weights(
 
     Without a ``format`` the end of ``target``'s name decides.
     """
-    common: dict[str, Any] = dict(part=part, dtype=dtype, force=force, progress=progress)
+    common: dict[str, Any] = dict(part=part, dtype=dtype, weights=weights, engine=engine)
+    common |= dict(force=force, progress=progress)
     format = format_for(target, format)
     if format == "hf":
         return export_hf(
@@ -137,6 +148,8 @@ def export_safetensors(
     *,
     part: str = "",
     dtype: torch.dtype | str | None = None,
+    weights: Weights = "model",
+    engine: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -146,14 +159,14 @@ def export_safetensors(
     ``safetensors.torch.load_file`` gives finds all of them.
     """
     format_for(target, "safetensors")
-    weights = weights_of(checkpoint, part=part, dtype=dtype)
+    found = weights_of(checkpoint, part=part, dtype=dtype, weights=weights, engine=engine)
     with (
         checkpoint.kept_open(),
         fresh(target, force, check_file) as temporary,
         open(temporary, "xb") as file,
     ):
-        write_safetensors(file, weights, _reading(checkpoint, progress))
-    _warn_of_extra(checkpoint, part)
+        write_safetensors(file, found, _reading(checkpoint, progress))
+    _warn_of_extra(checkpoint, part, engine)
     return Path(target)
 
 
@@ -163,6 +176,8 @@ def export_torch(
     *,
     part: str = "",
     dtype: torch.dtype | str | None = None,
+    weights: Weights = "model",
+    engine: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -171,14 +186,15 @@ def export_torch(
     Names of tied weights share their memory there too. Takes the memory of the whole model.
     """
     format_for(target, "torch")
-    weights = weights_of(checkpoint, part=part, dtype=dtype)
+    found = weights_of(checkpoint, part=part, dtype=dtype, weights=weights, engine=engine)
     with checkpoint.kept_open(), fresh(target, force, check_file) as temporary:
         read = _reading(checkpoint, progress)
-        once = {weight.key: weight for weight in weights}
+        once = {weight.key: weight for weight in found}
         tensors = {key: read(weight) for key, weight in once.items()}
         with open(temporary, "xb") as file:
-            state = {weight.name: tensors[weight.key] for weight in weights}
-            torch.save({**state, **extra_of(checkpoint, part)}, file)
+            state = {weight.name: tensors[weight.key] for weight in found}
+            extra = SavedWeights(checkpoint, engine=engine).extra(part)
+            torch.save({**state, **extra}, file)
             sync(file)
     return Path(target)
 
@@ -191,6 +207,8 @@ def export_hf(
     max_shard: int = MAX_SHARD,
     part: str = "",
     dtype: torch.dtype | str | None = None,
+    weights: Weights = "model",
+    engine: str | None = None,
     force: bool = False,
     follow: bool = False,
     progress: Progress | None = None,
@@ -205,11 +223,11 @@ def export_hf(
     format_for(target, "hf")
     if max_shard < 1:
         raise CheckpointError(f"files of at most {max_shard} bytes: it takes at least 1.")
-    weights = weights_of(checkpoint, part=part, dtype=dtype)
-    settings = hf_config(checkpoint, config, _main_dtype(weights), follow=follow)
+    found = weights_of(checkpoint, part=part, dtype=dtype, weights=weights, engine=engine)
+    settings = hf_config(checkpoint, config, _main_dtype(found), follow=follow)
     with checkpoint.kept_open(), fresh(target, force, check_hf_folder) as folder:
         folder.mkdir()
-        shards = _shards(weights, max_shard)
+        shards = _shards(found, max_shard)
         names = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
         for name, shard in zip(names, shards, strict=True):
             with open(folder / name, "xb") as file:
@@ -217,7 +235,7 @@ def export_hf(
         if len(shards) > 1:
             write_json(folder / INDEX, _index(names, shards))
         write_json(folder / "config.json", settings)
-    _warn_of_extra(checkpoint, part)
+    _warn_of_extra(checkpoint, part, engine)
     return Path(target)
 
 
@@ -257,39 +275,13 @@ def _reading(checkpoint: Checkpoint, progress: Progress | None) -> Callable[[Wei
     return read
 
 
-def _engine(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the engine saved beside tensors; nothing where weights were imported."""
-    found = {}
-    if "engine" in checkpoint.manifest.objects:
-        found = checkpoint.read_object("engine")
-    return found if isinstance(found, dict) else {}
-
-
-def extra_of(checkpoint: Checkpoint, part: str = "") -> dict[str, Any]:
-    """What modules save beside tensors (``get_extra_state``), by its name in the state dict."""
-    prefix = f"{part}." if part else ""
-    extra = _engine(checkpoint).get("extra") or {}
-    return {n.removeprefix(prefix): v for n, v in extra.items() if n.startswith(prefix)}
-
-
-def _warn_of_extra(checkpoint: Checkpoint, part: str) -> None:
-    if extra := extra_of(checkpoint, part):
+def _warn_of_extra(checkpoint: Checkpoint, part: str, engine: str | None) -> None:
+    if extra := SavedWeights(checkpoint, engine=engine).extra(part):
         warnings.warn(
             f"left out, since safetensors files hold nothing but tensors: {_some([*extra])}. The "
             "format torch keeps them.",
             stacklevel=3,
         )
-
-
-def aliases_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """Further names of tied weights, and the name each was saved under."""
-    tensors = checkpoint.manifest.tensors
-    aliases = _engine(checkpoint).get("aliases") or {}
-    if lost := sorted(first for first in aliases.values() if _MODEL + first not in tensors):
-        raise CheckpointError(
-            f"{checkpoint.path} names {lost[0]!r} as that of a tied weight, but does not hold it."
-        )
-    return dict(aliases)
 
 
 def _dtype(wanted: torch.dtype | str | None) -> torch.dtype | None:
