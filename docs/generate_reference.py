@@ -62,8 +62,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links to example scripts, which lie outside of the site, at the page that has them."""
+    """Point links to examples, which lie outside of the site, at what shows them.
+
+    Pages of the gallery have their examples at their end, whole; the others are on one page.
+    """
+    of_the_gallery = re.compile(r"\((?:\.\./)+(examples/gallery/[\w./]+\.\w+)\)")
+    shown = dict.fromkeys(of_the_gallery.findall(markdown))
+    markdown = of_the_gallery.sub(lambda link: f"(#{anchor(link[1])})", markdown)
+    for path in shown:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        language = {".py": "python"}.get(Path(path).suffix, Path(path).suffix[1:])
+        name = Path(path).name
+        markdown += f"\n## {name} {{#{anchor(path)}}}\n\n```{language}\n{source}```\n"
     return re.sub(r"\((?:\.\./)+examples/(\w+)\.py\)", r"(../reference/examples.md#\1py)", markdown)
+
+
+def anchor(path: str) -> str:
+    """Where a page of the gallery shows the file at ``path``."""
+    return re.sub(r"\W", "", Path(path).name)
 
 
 def pages() -> dict[str, str]:

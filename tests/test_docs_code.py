@@ -258,7 +258,9 @@ def problem_with(words: list[str], block: Block) -> str | None:
         missing = extras - set(PROJECT["optional-dependencies"])
         return f"no extra {missing}" if missing else None
     if program.startswith("python") and arguments[:1] != ["-m"]:
-        return None if (ROOT / arguments[0]).exists() else "no such file"
+        # What a page of the gallery says is typed where its example was copied to.
+        places = (ROOT, ROOT / "examples" / "gallery", ROOT / "examples/gallery/language_model")
+        return None if any((p / arguments[0]).exists() for p in places) else "no such file"
     known = ("python3", "python", ".", "mkdocs", "exit")
     return (
         None if program in known else "not a command that is checked: say above why it is not run"

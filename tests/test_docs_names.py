@@ -27,7 +27,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FREE = {("checkpoint", "storage"), ("tensor", "plan"), ("compress", "rules"), ("device_map",)}
 """Mappings whose keys are the user's own."""
 LINKS = ("reduction", "links")
-NO_KEYS = {"a.b", "key", "train.stpes", "data.share", "metrics.csv"}
+NO_KEYS = {"train.npy", "a.b", "key", "train.stpes", "data.share", "metrics.csv"}
 """Placeholders, a mistake shown as one, an attribute of something called data, and a file."""
 LATER = {"plan", "tune", "watch"}
 """Commands that the design announces."""

@@ -347,6 +347,7 @@ def test_values_of_every_kind_are_taken_over_in_bounded_pieces(ranks: Any) -> No
         assert alike
         assert again == []
         assert {"whole", "channels last", "expanded", "transposed", "flags"} <= set(differed)
+        assert "same" not in differed  # though it shares a piece with some that do
 
 
 @pytest.mark.world(2)
@@ -367,5 +368,8 @@ def test_different_weights_are_told_once_and_equal_ones_not(ranks: Any) -> None:
 
 
 def test_a_config_says_it_too() -> None:
-    assert engine_options(Config(), None)["initial_weights"] == "rank0"
-    assert engine_options(Config(initial_weights="own"), None)["initial_weights"] == "own"
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    options = engine_options(Config(), None, optimizer)
+    assert options["initial_weights"] == "rank0"
+    options = engine_options(Config(initial_weights="own"), None, optimizer)
+    assert options["initial_weights"] == "own"

@@ -39,10 +39,12 @@ def take_first_values(
     odd = {name: t for name, t in tensors.items() if _is_odd(t)}
     plain = _Bytes({name: t for name, t in tensors.items() if t.numel() and name not in odd})
     pieces = list(plain.pieces(piece_bytes))
-    flags = _that_differ([plain.hash(piece) for piece in pieces], group)
-    different = [piece for piece, differs in zip(pieces, flags, strict=True) if differs]
+    # Each part has a hash of its own, so that a tensor is not named for its neighbour in a piece.
+    flags = iter(_that_differ([plain.hash(part) for piece in pieces for part in piece], group))
+    different = [[part for part in piece if next(flags)] for piece in pieces]
     for piece in different:
-        _send(plain, piece, group, device)
+        if piece:
+            _send(plain, piece, group, device)
     for tensor in odd.values():
         values = collectives.broadcast_object(tensor.detach().cpu(), group.ranks[0], group)
         tensor.data = values.to(tensor.device)
@@ -104,12 +106,10 @@ class _Bytes:
                 tensor, whole = tensor.narrow(dim, 0, 1), whole.narrow(dim, 0, 1)
         tensor.copy_(whole)
 
-    def hash(self, piece: Sequence[_Part]) -> int:
-        """A hash of the bytes of ``piece``, as it fits into an ``int64``."""
-        digest = xxhash.xxh3_64()
-        for part in piece:
-            digest.update(self.read(part).cpu().numpy().data)
-        return int.from_bytes(digest.digest(), "little", signed=True)
+    def hash(self, part: _Part) -> int:
+        """A hash of the bytes of ``part``, as it fits into an ``int64``."""
+        digest = xxhash.xxh3_64(self.read(part).cpu().numpy().data).digest()
+        return int.from_bytes(digest, "little", signed=True)
 
     def _flat(self, name: str) -> Tensor:
         tensor = self._tensors[name]
