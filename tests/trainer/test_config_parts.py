@@ -165,7 +165,9 @@ def test_early_stopping_by_a_metric_of_the_config(
     monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
     stopping = {"metric": "order", "mode": "max", "patience": 2}
     changed = {**CONFIG, "code": [str(code)], "early_stopping": stopping, "callbacks": []}
-    config = load_checked({**changed, "launch": {"device": "cpu", "nproc": 1}}, devices=0)
+    # As the world which other tests of this process may have joined.
+    launch = {"device": "cpu", "nproc": 1, "timeout": 300.0}
+    config = load_checked({**changed, "launch": launch}, devices=0)
     history = from_config(config, tmp_path / "run", resume=False)
     assert [e.step for e in history.evals] == [2, 4, 6]  # the order never changes
     assert history.reason == "stopped"
