@@ -112,6 +112,8 @@ def test_all_gradients_are_multiplied_at_once() -> None:
     tensors = [torch.ones(2), torch.full((3,), 2.0)]
     torch_internals.multiply_all(tensors, torch.tensor(3.0))
     assert [t.tolist() for t in tensors] == [[3.0, 3.0], [6.0, 6.0, 6.0]]
+    torch_internals.move_all_towards(tensors, [torch.ones(2), torch.ones(3)], 0.5)
+    assert [t.tolist() for t in tensors] == [[2.0, 2.0], [3.5, 3.5, 3.5]]
 
 
 class Scaled(torch.autograd.Function):

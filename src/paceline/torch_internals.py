@@ -101,6 +101,11 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def move_all_towards(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """Move tensors in place by ``weight`` of the way to their ``ends``, in one launch on a GPU."""
+    torch._foreach_lerp_(list(tensors), list(ends), weight)
+
+
 # ---- autograd ----
 
 

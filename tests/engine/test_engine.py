@@ -478,8 +478,9 @@ WRONG = {
         lambda: paceline.Engine(linear(), optimizer=from_parameters, clip=1.0),
         "Engine got an unknown argument clip. Did you mean clip_norm? It takes "
         "checkpoint_activations, clip_norm, clip_value, compile, compress, count, device_map, "
-        "forward, init, initial_weights, layout, local_steps, max_memory, microbatch, nonfinite, "
-        "pipeline, precision, randomness, reduction, schedule, sharding, sync_batchnorm, tensor.",
+        "ema, forward, freeze, init, initial_weights, layout, local_steps, max_memory, microbatch, "
+        "nonfinite, pipeline, precision, randomness, reduction, schedule, sharding, "
+        "sync_batchnorm, tensor, unfreeze_at.",
     ),
     "not a module": (
         TrainingError,

@@ -17,6 +17,7 @@ from paceline.errors import TrainingError
 from paceline.options import EMA
 from paceline.parallel.dtensor import as_part, local
 from paceline.sync.replica import Replica
+from paceline.torch_internals import move_all_towards
 
 Held = Mapping[str, Sequence[nn.Parameter]]
 
@@ -78,7 +79,7 @@ class AveragedWeights:
                 averages.append(average)
                 values.append(parameter)
         if averages:
-            torch._foreach_lerp_(averages, values, weight)
+            move_all_towards(averages, values, weight)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each average with its parameter, as far as they are on this rank."""

@@ -67,7 +67,7 @@ class RunFolder:
     @property
     def was_used(self) -> bool:
         """Whether a launcher was here; a project's own folder may have a config.yaml as well."""
-        traces = (self.path / ".lock", self.events, self.logs)
+        traces = (self.path / ".lock", self.events, self.logs, self.checkpoints)
         return os.path.isfile(self.config) and any(map(os.path.exists, traces))
 
     @property

@@ -66,7 +66,7 @@ class GPT(nn.Module):
         x = self.dropout(x)
         mask = None if documents is None else document_mask(documents)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x) if mask is None else block(x, mask)
         return self.head(self.norm(x))
 
     def _init_weights(self, module: nn.Module) -> None:
