@@ -5,8 +5,7 @@ The step itself is ``paceline.engine.step.run_step``; ``build.py`` puts the part
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never
 
 from torch import Tensor, nn
@@ -17,24 +16,16 @@ from paceline.deprecation import warn_of_old_name
 from paceline.engine.arguments import LRSchedule, OptimizerFactory, check_arguments
 from paceline.engine.build import NoOptimizer, build
 from paceline.engine.checks import check_model_and_options, rules_on_frozen
-from paceline.engine.evaluation import (
-    Evaluated,
-    evaluate_batch,
-    evaluation_mode,
-    predict_share,
-)
 from paceline.engine.freezing import Freezing
+from paceline.engine.inference import InferenceEngine
 from paceline.engine.initial_weights import check_not_spread
-from paceline.engine.internals import HasInternals
-from paceline.engine.loss import LossFunction, Prediction
-from paceline.engine.memory import Memory
-from paceline.engine.predicted_rows import Rows, Take
+from paceline.engine.loss import LossFunction
 from paceline.engine.rank_state import RankStates
+from paceline.engine.reporting import ReportingEngine
 from paceline.engine.result import StepResult
 from paceline.engine.step import run_step
 from paceline.errors import TrainingError
 from paceline.layout import Coordinate, Layout
-from paceline.log_values import Reduce, check_logged, current, log
 from paceline.options import (
     EMA,
     Compression,
@@ -53,11 +44,10 @@ from paceline.options.engine import Precision as PrecisionName
 from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
 from paceline.parallel.distributed_model import DistributedModel
-from paceline.sync.traffic import Traffic
-from paceline.world import World, collectives
+from paceline.world import World
 
 
-class Engine(HasInternals):
+class Engine(InferenceEngine, ReportingEngine):
     """Trains ``model`` one global batch at a time, on any layout.
 
     Args:
@@ -232,17 +222,6 @@ class Engine(HasInternals):
         """The state as each rank holds it; ``paceline.Checkpoints`` saves and restores it."""
         return self._internals.rank_state
 
-    def settle(self) -> None:
-        """Wait for the last step and raise if it was not finite.
-
-        On a GPU ``step`` looks at each step's loss and gradient while the next one runs. Call this
-        after the last step, or before using the parameters; ``state_dict`` does. In a round of
-        local steps it waits until all replicas are through with the step; every rank must call it.
-        """
-        self._context.nonfinite.settle()
-        self._context.microbatches.logs.settle()
-        self._sync.settle()
-
     @property
     def in_round(self) -> bool:
         """Whether replicas train alone and have not met at the end of the last step."""
@@ -254,109 +233,6 @@ class Engine(HasInternals):
         Every rank must call it. To be called after the last step; the trainer does.
         """
         return self._sync.synchronise()
-
-    # ------------------------------------------------------------------ evaluation
-
-    @contextlib.contextmanager
-    def evaluating(self, weights: Weights = "model") -> Iterator[None]:
-        """The model in evaluation mode, with equal buffers on all ranks; put back afterwards.
-
-        With ``weights="ema"`` it has its averaged weights (``ema=``) in the meantime.
-        """
-        check_weights(weights, "evaluating")
-        self.settle()
-        with evaluation_mode(self._context, weights):
-            yield
-
-    def evaluate(self, batch: Any) -> list[Evaluated]:
-        """This rank's share of an evaluation batch through the model, microbatch by microbatch.
-
-        To be called inside ``evaluating``, by every rank. Of the ranks that share samples, one
-        gets the results, and the others none.
-        """
-        return evaluate_batch(self._context, batch)
-
-    def predict(
-        self,
-        batch: Any,
-        *,
-        take: Take = None,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
-        weights: Weights | None = None,
-    ) -> Rows | None:
-        """The model's outputs for ``batch``, this rank's share: a row for each sample, in order.
-
-            with engine.evaluating():  # once for many batches; predict enters it by itself
-                for batch in loader:
-                    logits = engine.predict(batch)
-
-        A tensor, or a dict of tensors by name where the model returns several; ``None`` where the
-        share is empty. No loss is computed and no target is needed: a batch is ``x``, ``(x,)`` or
-        ``(x, target)``, or a mapping. Every rank must call it, and ranks that share samples
-        (``tp``, ``pp``) all get the rows.
-
-        Args:
-            batch: as for ``step``, with or without a target.
-            take: what to keep of the output: the name of a part of it, such as ``"logits"``, or a
-                function of the output of a microbatch.
-            forward: called as ``forward(model, batch)``, it returns the output, where the model is
-                not simply called with its batch.
-            weights: ``"ema"`` for the averaged weights; by default the model's own, or those of the
-                ``evaluating`` around it.
-        """
-        check_weights(weights, "predict")
-        with contextlib.ExitStack() as stack:
-            if weights == "ema" or not self._context.is_evaluating:
-                stack.enter_context(self.evaluating(weights or "model"))
-            return predict_share(self._context, batch, Prediction(forward), take)
-
-    def log(
-        self,
-        name: str,
-        value: Any,
-        *,
-        count: int | Tensor | None = None,
-        reduce: Reduce = "mean",
-    ) -> None:
-        """Log a number: ``paceline.log`` inside a model or a loss that this engine runs.
-
-        Called elsewhere, such as from a loop, it belongs to the step done last, and every rank
-        calls it: their values become one, by default their mean. They are summed with the loss of
-        the next step.
-        """
-        logs = self._context.microbatches.logs
-        now = current()
-        if now is not None and now.sink is logs:
-            log(name, value, count=count, reduce=reduce)
-            return
-        check_logged(name, value, reduce)
-        logs.add_outside(name, value, count, reduce)
-
-    # ------------------------------------------------------------------ what it says of itself
-
-    def take_notes(self) -> list[str]:
-        """What there is to tell the user since this was last asked, such as what was chosen."""
-        notes, self._notes = self._notes, []
-        if self._context.average is not None:
-            notes += self._context.average.take_notes()
-        notes += self._context.freezing.take_notes()
-        return notes + self._context.replica.take_notes() + self._sync.take_notes()
-
-    def traffic(self) -> Traffic | None:
-        """The bytes of gradients that this rank has sent; ``None`` where they are not counted."""
-        return self._sync.traffic()
-
-    def measuring_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Measure the steps inside it for ``memory``; on a CPU such a step is a slow one."""
-        return self._internals.meter.step()
-
-    def memory(self) -> list[Memory]:
-        """What each rank holds, in bytes, by rank: parameters, gradients, optimizer state, ….
-
-        Activations and the peak are known for a step under ``measuring_memory``. Every rank
-        must call it.
-        """
-        return collectives.all_gather_object(self._internals.meter.memory())
 
     # ------------------------------------------------------------------ state
 
