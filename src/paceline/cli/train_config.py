@@ -115,7 +115,7 @@ def _launch(
     from paceline.track import following
 
     assert isinstance(config.launch.nproc, int)
-    more: dict[str, Any] = {"events_dir": run.path}
+    more: dict[str, Any] = {"events_dir": run.path, "env": config.launch.env}
     arguments = []
     if joined is not None:
         more |= joined.job_options(config)

@@ -57,6 +57,7 @@ class Joined:
             "env": self.env,
         }
         if config is not None:
+            options["env"] = {**self.env, **config.launch.env}
             options["usable_ranks"] = usable_ranks_of(config)
             options["events_dir"] = self.run.path if self.shared or self.is_main else None
         return options
