@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,10 @@ from paceline.config import Config
 from paceline.config.fields import node_range
 from paceline.launch.engines.submission import Submission
 from paceline.launch.run_folder import SUBMISSION
+
+
+def _not_shown(config: Config) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,9 @@ class ClusterJob:
     """The run was there before, and goes on."""
     apply: bool = False
     """Hand over what would otherwise only be printed."""
+    shown: Callable[[Config], AbstractContextManager[None]] = _not_shown
+    """For an engine without a launcher of ours: shows and records the run, which has this config,
+    from the events it writes during the block."""
 
     @property
     def nodes(self) -> tuple[int, int]:
