@@ -47,6 +47,9 @@ def _load(request: TrainRequest, engine: LaunchEngine) -> Config:
     is_script = request.script is not None
     unchecked = request.load(source, checked=False)
     problems = engine.problems(unchecked)
+    if not problems:
+        request.imply(engine.implied(unchecked))
+        unchecked = request.load(source, checked=False)
     if not is_script:
         try:
             request.load(source, devices=engine.gpus_per_machine(unchecked))

@@ -25,6 +25,58 @@ class Ssh(Section):
         min_length=1,
         description="A file of hosts, one a line, as horovodrun's or mpirun's.",
     )
+    config: str | None = Field(
+        default=None, min_length=1, description="ssh's config file; null: its own."
+    )
+    options: list[str] = Field(
+        default=[],
+        description="Options as in ssh's config file, like 'IdentityFile=~/.ssh/cluster'.",
+    )
+    interactive: bool = Field(
+        default=False,
+        description="Let ssh ask for passwords, host by host, before the run starts; it then "
+        "connects once and cannot connect again by itself.",
+    )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Python on the hosts; null: the same path as here if it is there, else "
+        "python3.",
+    )
+    setup: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Shell commands on every host before the launcher, like 'module load cuda'.",
+    )
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The first host's name or address as the other hosts reach it; null: its "
+        "HostName in ssh's config, or the name it has in the list.",
+    )
+    folder: str = Field(
+        default="~/.paceline/ssh",
+        min_length=1,
+        description="A folder on the hosts, the same path on all of them: for what is copied, "
+        "and for the run where the hosts do not see its folder.",
+    )
+    code: Literal["auto", "shared", "copy"] = Field(
+        default="auto",
+        description="Where the code is: the hosts see the same folder as this machine (shared), "
+        "it is copied to them (copy), or whichever is found (auto).",
+    )
+    most_mib: Positive = Field(
+        default=1024, description="The most MiB of code that are copied to a host."
+    )
+    linger: float = Field(
+        default=60.0,
+        ge=5,
+        description="Seconds that a host goes on training without hearing from the command that "
+        "started it.",
+    )
+    connect_timeout: Positive = Field(
+        default=15, description="Seconds to wait for a connection to a host."
+    )
 
 
 class Slurm(Section):

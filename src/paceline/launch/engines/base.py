@@ -105,6 +105,13 @@ class LaunchEngine(RunControl):
     def problems(self, config: Config) -> list[str]:
         """Why ``config`` cannot be started this way, one message each; nothing is started."""
 
+    def implied(self, config: Config) -> dict[str, str]:
+        """Keys of the config that follow from the engine's own section, with their values.
+
+        Like ``launch.nnodes`` from a list of hosts; asked once ``problems`` found none.
+        """
+        return {}
+
     @abc.abstractmethod
     def gpus_per_machine(self, config: Config) -> int:
         """How many GPUs every machine will have, as far as is known here; 0 where it is not."""
