@@ -116,9 +116,11 @@ class TrainRequest:
                 f"--script {self.script} with CONFIG {self.configs[0]}: give one or the other; "
                 "arguments of the script go after --"
             )
+        # How a script is launched is the command's affair; what it trains is its own.
+        others = [text for text in self.overrides if not text.strip().startswith("launch.")]
         for flag, value in (
             ("--layout", layout),
-            ("--set", " --set ".join(self.overrides) or None),
+            ("--set", " --set ".join(others) or None),
             ("--resume", self.resume),
         ):
             if value is not None:
@@ -126,11 +128,11 @@ class TrainRequest:
                     f"{flag} {value}: for configs only; the script decides for itself. Arguments "
                     "of the script go after --"
                 )
-        for flag, key in (("--name", "name"), ("--tag", "tags")):
-            if self.asks_for(key):
-                problems.append(
-                    f"{flag}: for configs only; name the folder of a script's run with --run-dir"
-                )
+        problems += [
+            f"{flag}: for configs only; name the folder of a script's run with --run-dir"
+            for flag in ("--name", "--tag")
+            if any(words.startswith(f"{flag} ") for words in self.flags.values())
+        ]
         if self.asks_for("launch.share_gpu"):
             problems.append(
                 "--share-gpu: for configs only; in a script, call World.init(share_gpu=True)"
@@ -138,8 +140,9 @@ class TrainRequest:
         return problems
 
     def asks_for(self, key: str) -> bool:
-        """Whether a flag names this key of the config."""
-        return any(override.partition("=")[0] == key for override in self.flags)
+        """Whether a flag or ``--set`` names this key of the config."""
+        given = (*self.flags, *self.overrides)
+        return any(override.partition("=")[0].strip() == key for override in given)
 
     def load(
         self, source: str | Path | None, *, checked: bool = True, devices: int | None = None

@@ -134,12 +134,12 @@ def _run(arguments: list[str]) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     elif kind == "--call":
-        _call(Path(target))
+        call_payload(Path(target))
     else:
         raise ValueError(f"worker: {kind!r} must be script, -m or --call.")
 
 
-def _call(folder: Path) -> None:
+def call_payload(folder: Path) -> None:
     """Load the function, run it, and leave rank 0's return value beside it."""
     caller = json.loads((folder / "caller.json").read_text())
     sys.path[:] = caller["path"]
