@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from left_over import left_over
 from paceline.bench.wire_report import lines_for, show
 from paceline.bench.wire_request import (
     DEFAULT_FORMATS,
@@ -27,7 +28,6 @@ from paceline.bench.wire_result import Trial, WireResult, WireSetting
 from paceline.config import Config, load, resolve
 from paceline.errors import ConfigError
 from paceline.testing.hosts import Hosts, hosts_available
-from paceline.testing.processes import pids, was_started_with
 
 PATIENCE = 300
 TINY = """
@@ -202,12 +202,12 @@ def test_ctrl_c_shows_what_is_known(folder: Path) -> None:
         assert line, said
         said += line
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=240)
     assert running.returncode == 130, said + err
     assert "Traceback" not in err
     assert re.search(r"^none +\S+ .?s ", out, re.MULTILINE)
     assert "stopped before all formats were tried" in out
-    assert [pid for pid in pids() if was_started_with(pid, "BENCH_TEST", tag)] == []
+    assert left_over("BENCH_TEST", tag) == []
 
 
 @pytest.mark.parametrize(

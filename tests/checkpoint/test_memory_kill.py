@@ -48,7 +48,7 @@ class Killer(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 150
         while time.monotonic() < deadline and not all(map(self.under_way, range(self.size))):
             time.sleep(0.001)
         time.sleep(self.delay)
