@@ -26,7 +26,7 @@ E = TypeVar("E", bound=Event)
 
 PATIENCE = 250.0
 """Seconds to wait for what must happen: much more than it takes, as machines may be busy."""
-NODE_TIMEOUT = 6.0
+NODE_TIMEOUT = 10.0
 CALM = 30.0
 """Such a timeout for runs that lose no machine without a word: a busy one is none."""
 STEPS = 400
