@@ -32,7 +32,7 @@ from paceline.world import World
 
 pytestmark = pytest.mark.waits
 
-PATIENCE = 240
+PATIENCE = 500
 
 
 def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -243,7 +243,7 @@ def test_interrupted(number: signal.Signals, status: int, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available()))
 def test_a_slow_link_between_hosts_is_found(tmp_path: Path) -> None:
     arguments = [

@@ -22,7 +22,7 @@ from paceline.testing.hosts import Host, Hosts, hosts_available
 pytestmark = [
     pytest.mark.waits,
     pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available())),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 PORT = 29400
 ATTACKS = Path(__file__).with_name("stranger_attacks.py")
