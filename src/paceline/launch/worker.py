@@ -108,7 +108,8 @@ def _load(command: list[str]) -> None:
     In a thread of its own, because a priority once lowered is not raised again without privileges.
     For a script nothing more than torch: a module beside it may have the name of one of ours.
     """
-    if sys.platform == "linux":
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    if sys.platform == "linux" and own < _LOADING_PRIORITY:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOADING_PRIORITY)
     importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     if command[:2] == ["-m", _TRAINER_RUN] or command[0] == "--call":
@@ -119,7 +120,7 @@ def _load(command: list[str]) -> None:
     # Libraries may have started threads, which have inherited the priority.
     for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # not allowed: it only affects their helpers
-            os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+            os.setpriority(os.PRIO_PROCESS, int(thread), own)
 
 
 def _run(arguments: list[str]) -> None:
