@@ -70,6 +70,14 @@ def train(
             ["--resume r with --run-dir d: a resumed run stays in its folder; leave --run-dir out"],
         ),
         (
+            ["--which", "bset"],
+            [
+                "--which bset: it is best, last or the number of a step",
+                "--which bset: it chooses a checkpoint of a run to go on from; name the run with "
+                "--resume RUN_DIR",
+            ],
+        ),
+        (
             ["--nproc", "99999"],
             [
                 "--nproc 99999: 99999 ranks on one machine are more than 1,024, the most that are "
@@ -91,7 +99,7 @@ def train(
             ["--zebra"],
             [
                 "--zebra: no such option; there are --script, --nproc, --nnodes, --rdzv, "
-                "--secret-file, --layout, --on, --set, --resume, --run-dir, --name, --tag, "
+                "--secret-file, --layout, --on, --set, --resume, --which, --run-dir, --name, --tag, "
                 "--max-restarts, --share-gpu. Any value of the config is set by --set key=value"
             ],
         ),

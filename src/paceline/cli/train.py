@@ -50,6 +50,14 @@ def train(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN_DIR", help="Go on with the run in this folder.")
     ] = None,
+    which: Annotated[
+        str | None,
+        typer.Option(
+            metavar="best|last|STEP",
+            help="With --resume: go back to this checkpoint; later ones are set aside.",
+            show_default=False,
+        ),
+    ] = None,
     run_dir: Annotated[
         str | None,
         typer.Option(
@@ -110,6 +118,7 @@ def train(
             overrides=list(overrides or []),
             resume=resume,
             run_dir=run_dir,
+            which=which,
         )
         request.check(on, layout)
         if script is None:

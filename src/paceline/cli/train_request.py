@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.checkpoint.locate import which_named
 from paceline.cli.options import PLACES
 from paceline.cli.train_usage import resume_problem, script_problem
 from paceline.config import Config, load, load_checked
@@ -26,7 +27,13 @@ class TrainRequest:
     overrides: list[str]
     resume: str | None
     run_dir: str | None
+    which: str | None = None
     _adjusted: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def goes_back(self) -> str | None:
+        """The checkpoint that the run goes back to; ``None`` where it goes on from the newest."""
+        return None if self.which == "last" else self.which
 
     def check(self, on: str, layout: str | None) -> None:
         """Refuse what does not go together, all of it at once."""
@@ -46,6 +53,8 @@ class TrainRequest:
             )
         if self.resume is not None and (problem := resume_problem(self.resume)):
             problems.append(f"--resume {self.resume}: {problem}")
+        if self.which is not None:
+            problems += self._problems_with_which(self.which)
         if self.resume is not None and self.configs:
             problems.append(
                 f"--resume {self.resume} with CONFIG {self.configs[0]}: a run folder has its own "
@@ -66,6 +75,19 @@ class TrainRequest:
             )
         if problems:
             raise ConfigError(problems)
+
+    def _problems_with_which(self, which: str) -> list[str]:
+        problems: list[str] = []
+        try:
+            which_named(which)
+        except ConfigError as error:
+            problems += error.problems
+        if self.resume is None:
+            problems.append(
+                f"--which {which}: it chooses a checkpoint of a run to go on from; name the run "
+                "with --resume RUN_DIR"
+            )
+        return problems
 
     def _problems_with_script(self, layout: str | None) -> list[str]:
         assert self.script is not None

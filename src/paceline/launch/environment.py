@@ -55,6 +55,8 @@ class Environment:
     """How often the elastic agent has restarted this world (``TORCHELASTIC_RESTART_COUNT``)."""
     store_is_hosted: bool
     """The launcher already serves the store at ``address:port``; no rank has to."""
+    run_id: str = ""
+    """What this launch calls itself, the same through its restarts (``TORCHELASTIC_RUN_ID``)."""
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
@@ -94,6 +96,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
         port=port,
         restart_count=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
         store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        run_id=env.get("TORCHELASTIC_RUN_ID", ""),
     )
 
 
