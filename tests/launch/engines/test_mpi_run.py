@@ -132,6 +132,6 @@ def test_two_hosts(kind: str, folder: Path, expected: dict[int, float]) -> None:
         said = command.communicate(timeout=PATIENCE)[0]
     assert command.returncode == 0, said
     assert losses(folder / "run") == expected
-    started = [e for e in events.read(folder / "run" / events.FILE_NAME)]
-    [world] = [e for e in started if isinstance(e, RanksStarted)]
+    written = events.read(folder / "run" / events.FILE_NAME)
+    [world] = [e for e in written if isinstance(e, RanksStarted)]
     assert sorted(world.nodes) == ["host0", "host1"], said

@@ -107,28 +107,26 @@ class RayCluster:
             *("--ray-client-server-port=10001", "--include-dashboard=false"),
             *(f"--temp-dir={self._scratch}", *few),
         )
-        wait_for(lambda: self._answers(), f"the head\n{self.output()}", PATIENCE)
-        self._ray(
-            second, f"--address={self.address}", f"--node-ip-address={second.address}", *few
-        )
+        self._ray(second, f"--address={self.address}", f"--node-ip-address={second.address}", *few)
 
     def _ray(self, host: Host, *words: str) -> None:
-        out = open(self.folder / f"{host.name}.ray", "wb")
-        with out:
-            ray = str(Path(sys.executable).with_name("ray"))
-            self._processes.append(
-                host.popen(
-                    [ray, "start", *words],
-                    env=environment(),
-                    cwd=self.folder,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        """A node that runs; Ray gives it half a minute, which a busy machine may not have."""
+        path = self.folder / f"{host.name}.ray"
+        command = [str(Path(sys.executable).with_name("ray")), "start", *words]
+        for _ in range(5):
+            with open(path, "wb") as out:
+                options: dict[str, Any] = {"stdout": out, "stderr": subprocess.STDOUT}
+                process = host.popen(command, env=environment(), cwd=self.folder, **options)
+            self._processes.append(process)
 
-    def _answers(self) -> bool:
-        assert self._processes[0].poll() is None, self.output()
-        return "Ray runtime started" in (self.folder / "host0.ray").read_text()
+            def settled(process: subprocess.Popen[bytes] = process) -> bool:
+                return process.poll() is not None or "Ray runtime started" in path.read_text()
+
+            wait_for(settled, f"a node of Ray on {host.name}", PATIENCE)
+            if process.poll() is None:
+                return
+            host.kill()
+        raise AssertionError(self.output())
 
     def output(self) -> str:
         """What the nodes have printed."""
@@ -212,7 +210,9 @@ def on_ray(cluster: RayCluster, address: str, run: str) -> subprocess.Popen[byte
     return cluster.train("sums.yaml", "--on", "ray", *more, *sets, out=f"{run}.out")
 
 
-def reaches(process: subprocess.Popen[bytes], out: Path, ready: Callable[[], Any], what: str) -> Any:
+def reaches(
+    process: subprocess.Popen[bytes], out: Path, ready: Callable[[], Any], what: str
+) -> Any:
     def look() -> Any:
         assert process.poll() is None, out.read_text()
         return ready()
@@ -242,7 +242,8 @@ def a_killed_worker(cluster: RayCluster, expected: dict[int, float]) -> None:
     assert [one.attempt for one in of(run, RanksStarted)] == [0, 1], out.read_text()
     assert losses(run) == expected
     text = out.read_text()
-    assert "rank 0 is here" in text and f"step {STEPS}/{STEPS}" in text, text
+    assert "rank 0 is here" in text, text
+    assert f"step {STEPS}/{STEPS}" in text, text
     # What ray.train.Result.from_path(run) reads.
     last = json.loads((run / "checkpoint_manager_snapshot.json").read_text())
     latest = last["latest_checkpoint_result"]
@@ -260,7 +261,8 @@ def told_to_leave(cluster: RayCluster, expected: dict[int, float]) -> None:
     command.send_signal(signal.SIGTERM)
     assert command.wait(PATIENCE) == 143, out.read_text()
     done = max(losses(run))
-    assert done < STEPS and (run / f"checkpoints/step-{done:09d}").exists(), out.read_text()
+    assert done < STEPS
+    assert (run / f"checkpoints/step-{done:09d}").exists(), out.read_text()
     assert f"stopped at step {done}; saved to" in out.read_text()
     (cluster.folder / "slow").unlink()
     more = ("--nproc", "2", "--nnodes", "1")
@@ -284,5 +286,6 @@ def ones_own_trainer(cluster: RayCluster) -> None:
     assert done.returncode == 0, done.stderr[-5000:]
     value, metrics, checkpoint = json.loads(done.stdout.strip().splitlines()[-1])
     assert value == [2, 2, "gloo"]
-    assert metrics["step"] == 4 and "val_loss" in metrics
+    assert metrics["step"] == 4
+    assert "val_loss" in metrics
     assert checkpoint == f"{folder}/own/checkpoints/step-000000004"

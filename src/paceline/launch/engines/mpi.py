@@ -8,7 +8,6 @@ when one fails.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
 import shlex
@@ -50,11 +49,10 @@ class MpiEngine(LaunchEngine):
                 f"launch.nnodes={config.launch.nnodes}: mpirun ends a job that loses a host; name "
                 "one number of machines, or use --on ssh"
             )
-        elif hosts and most != len(hosts):
+        elif hosts and "nnodes" in config.launch.model_fields_set and most != len(hosts):
             found.append(
-                f"launch.nnodes={config.launch.nnodes} with {len(hosts)} hosts "
-                f"({', '.join(map(str, hosts[:4]))}{', …' if len(hosts) > 4 else ''}): "
-                f"say --nnodes {len(hosts)}, or name {most} of them"
+                f"launch.nnodes={config.launch.nnodes}, but {len(hosts)} hosts are named; make "
+                f"them agree, like --nnodes {len(hosts)}, or leave nnodes out"
             )
         if not hosts and most > 1 and config.launch.rdzv is None:
             found.append(
@@ -72,20 +70,28 @@ class MpiEngine(LaunchEngine):
             found += error.problems
         return found
 
+    def implied(self, config: Config) -> dict[str, str]:
+        """The number of machines and of their ranks, where the hosts say it."""
+        hosts = _hosts(config)
+        named = "nnodes" in config.launch.model_fields_set or not hosts
+        implied = {} if named else {"launch.nnodes": str(len(hosts))}
+        slots = common_slots(hosts) if hosts else None
+        if slots is not None and config.launch.nproc == "auto":
+            implied["launch.nproc"] = str(slots)
+        return implied
+
     def gpus_per_machine(self, config: Config) -> int:
-        """Those that ``launch.nproc``, or the slots of the hosts, ask for."""
-        nproc = _nproc(config, [])
-        return nproc if nproc is not None and config.launch.device == "cuda" else 0
+        """Those that ``launch.nproc`` asks for."""
+        nproc = config.launch.nproc
+        return nproc if isinstance(nproc, int) and config.launch.device == "cuda" else 0
 
     def plan(self, job: ClusterJob) -> str:
         """The command line, and what it has each host run."""
-        job = _complete(job)
         started = shlex.join(_launcher(job))
         return f"{shlex.join(self._command(job))}\n# which runs on every host:\n{started}"
 
     def start(self, job: ClusterJob) -> int:
         """Run it to its end."""
-        job = _complete(job)
         mpi = find_mpi(job.config.launch.mpi.mpirun)
         environment = {**os.environ, **mpi.environment(job.config.launch.grace + _MORE_THAN_GRACE)}
         environment.pop(SECRET_FILE, None)
@@ -207,7 +213,7 @@ def _hosts(config: Config) -> list[HostSlots]:
             found = read_hostfile(settings.hostfile)
         else:
             return []
-        _nproc(config, found)
+        _check_slots(config, found)
     except (ValueError, OSError) as error:
         raise ConfigError(f"launch.mpi.{key}: {error}") from None
     for host in found:
@@ -219,24 +225,10 @@ def _hosts(config: Config) -> list[HostSlots]:
     return found
 
 
-def _nproc(config: Config, hosts: Sequence[HostSlots]) -> int | None:
-    """How many ranks a host has: ``launch.nproc``, else the slots of the hosts."""
-    named = config.launch.nproc
-    slots = common_slots(hosts) if hosts else None
-    if named == "auto":
-        return slots
-    if slots is not None and slots != named:
-        raise ValueError(f"the hosts have {slots} slots, but launch.nproc is {named}; say one")
-    return named
-
-
-def _complete(job: ClusterJob) -> ClusterJob:
-    """With the number of ranks that the hosts say."""
-    nproc = _nproc(job.config, _hosts(job.config))
-    if nproc is None:
-        return job
-    launch = job.config.launch.model_copy(update={"nproc": nproc})
-    return dataclasses.replace(job, config=job.config.model_copy(update={"launch": launch}))
+def _check_slots(config: Config, hosts: Sequence[HostSlots]) -> None:
+    slots, named = common_slots(hosts), config.launch.nproc
+    if slots is not None and named not in ("auto", slots):
+        raise ValueError(f"the hosts have {slots} slots each, but launch.nproc is {named}")
 
 
 def _launcher(job: ClusterJob) -> list[str]:

@@ -129,6 +129,7 @@ def _set_variables(address: str, port: int, hosts: list[str]) -> None:
             "LOCAL_RANK": str(context.get_local_rank()),
             "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
             "GROUP_RANK": str(context.get_node_rank()),
+            "NODE_RANK": str(context.get_node_rank()),  # Ray Train's own name for it
             "GROUP_WORLD_SIZE": str(len(hosts)),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
