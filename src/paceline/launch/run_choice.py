@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.launch.run_folder import RunFolder, new_run, new_run_at, new_run_like, open_run
+from paceline.launch.run_folder import (
+    RunFolder,
+    new_run,
+    new_run_at,
+    new_run_like,
+    open_run,
+    stamped,
+)
 from paceline.launch.run_pattern import could_be, expand, is_pattern
 
 _STAMP = r"-[0-9]{8}-[0-9]{6}(-[0-9]{1,6})?"
@@ -38,6 +45,12 @@ class RunChoice:
         if self.run_dir is not None:
             return new_run_at(self.run_dir)
         return new_run(self.root, self.name)
+
+    def name_it(self) -> Path:
+        """A folder that ``make`` could make now; nothing is made."""
+        if self.run_dir is not None:
+            return Path(expand(self.run_dir, self.name))
+        return stamped(self.root, self.name)
 
     def take(self, path: str) -> RunFolder:
         """The folder ``path`` that another launcher reports, if we could have made it as well.

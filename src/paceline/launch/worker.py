@@ -31,7 +31,8 @@ from typing import NoReturn
 
 from paceline.errors import LaunchError
 from paceline.launch import error_report, exit_codes, notices
-from paceline.launch.environment import ERROR_FILE, LAUNCHER_PID, LOG_FILE
+from paceline.launch.environment import ERROR_FILE, LOG_FILE
+from paceline.launch.launchers import LAUNCHER_PID
 from paceline.launch.rank_output import one_log_for_both_streams
 
 _PR_SET_PDEATHSIG = 1
@@ -135,12 +136,12 @@ def _run(arguments: list[str]) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     elif kind == "--call":
-        _call(Path(target))
+        call_payload(Path(target))
     else:
         raise ValueError(f"worker: {kind!r} must be script, -m or --call.")
 
 
-def _call(folder: Path) -> None:
+def call_payload(folder: Path) -> None:
     """Load the function, run it, and leave rank 0's return value beside it."""
     caller = json.loads((folder / "caller.json").read_text())
     sys.path[:] = caller["path"]
