@@ -47,6 +47,20 @@ class Logged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaLogged(Event):
+    """An image, a histogram or a text (``what``) that was logged after ``step``.
+
+    It is in ``file``, a path in the run's folder; trackers are given the whole path.
+    """
+
+    step: int
+    name: str
+    what: str
+    file: str
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
     """One pass over the validation data; ``metrics`` holds ``loss``, the user's and the logged."""
 
