@@ -62,13 +62,18 @@ class MediaLogged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    """One pass over the validation data; ``metrics`` holds ``loss``, the user's and the logged."""
+    """One pass over data, in a run its validation data.
+
+    ``metrics`` holds ``loss``, the user's and the logged.
+    """
 
     step: int
     epoch: int
     metrics: dict[str, float]
     samples: int
     seconds: Seconds
+    data: str = "validation"
+    """What was evaluated; empty for other data than the run's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
