@@ -10,6 +10,9 @@ import typer
 from paceline.cli.console import say
 from paceline.cli.options import PLACES, Overrides, SecretFile, ShareGpu, Spread, file_reference
 
+AUTO = "auto"
+"""``--resume auto``; a folder of that name is ``--resume ./auto``."""
+
 
 def train(
     arguments: Annotated[
@@ -48,7 +51,11 @@ def train(
     ] = PLACES[0],
     overrides: Overrides = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="Go on with the run in this folder.")
+        str | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Go on with the run in this folder; auto: with that in --run-dir, or start it.",
+        ),
     ] = None,
     run_dir: Annotated[
         str | None,
@@ -108,8 +115,9 @@ def train(
                 if v is not None
             },
             overrides=list(overrides or []),
-            resume=resume,
+            resume=None if resume == AUTO else resume,
             run_dir=run_dir,
+            auto=resume == AUTO,
         )
         request.check(on, layout)
         if script is None:

@@ -27,7 +27,7 @@ def run_script(request: TrainRequest) -> None:
     request.check_nodes(config)
     refuse_copies(config)
     assert isinstance(config.launch.nproc, int)
-    choice = RunChoice(run_dir=request.run_dir, name=script.stem)
+    choice = RunChoice(run_dir=request.run_dir, name=script.stem, auto=request.auto)
     command = ["script", str(script), *request.script_arguments]
     with contextlib.ExitStack() as stack:
         joined = None
@@ -35,6 +35,8 @@ def run_script(request: TrainRequest) -> None:
             joined = meet_about(config, choice, stack, script=" ".join(command))
             say(joined.where(), error=True)
         run = choice.make() if joined is None else joined.run
+        if joined is None:
+            stack.enter_context(run.in_use())
         # A script may not be made to run twice: its restarts, unlike a config's, must be asked for.
         restarts = config.launch.max_restarts if request.asks_for("launch.max_restarts") else 0
         job = LocalJob(
