@@ -54,6 +54,7 @@ def problems(*overrides: str) -> list[str]:
         (["launch.ssh.hosts=[n0:2]", "launch.ssh.python='$(id)'"], "launch.ssh.python"),
         (["launch.ssh.hosts=[n0:2]", "launch.ssh.options=['-F x']"], "no option of ssh"),
         (["launch.ssh.hosts=[n0:2]", "launch.ssh.folder='~ada/x'"], "must begin with"),
+        (["launch.ssh.hosts=[n0:2]", "launch.ssh.address='-x y'"], "no host or address"),
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], said: str) -> None:

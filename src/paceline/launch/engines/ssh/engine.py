@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.config import Config
+from paceline.config.endpoints import Endpoint, endpoints
 from paceline.config.fields import node_range
 from paceline.errors import ConfigError
 from paceline.launch.engines.base import ClusterJob, LaunchEngine
 from paceline.launch.engines.local import show_log
 from paceline.launch.engines.ssh.preflight import Placement, Preflight, RemoteHost, pythons
 from paceline.launch.engines.ssh.record import RunOfHosts, ask_hosts
-from paceline.launch.engines.ssh.session import option_problems, ssh_command
+from paceline.launch.engines.ssh.session import opened_by_hand, option_problems, ssh_command
 from paceline.launch.engines.ssh.supervisor import HostFollower, LauncherOrder, Supervisor
 from paceline.launch.engines.submission import Submission
 from paceline.launch.hosts import HostSlots, common_slots, parse_hosts, read_hostfile
@@ -88,7 +89,8 @@ class SshEngine(LaunchEngine):
             Submission("ssh", str(os.getpid()), job.run, {"machine": socket.gethostname()}).save()
             record = RunOfHosts(run_id(job.run), job.config.launch.ssh, tuple(hosts))
             record.save()
-            preflight = Preflight(job, hosts, record.run_id, console.say)
+            connections = stack.enter_context(opened_by_hand(record.ssh, hosts))
+            preflight = Preflight(job, hosts, record.run_id, console.say, connections)
             stack.callback(preflight.close)
             placement = preflight.run()
             if placement.archive is not None:
@@ -180,6 +182,11 @@ def _contradictions(config: Config, hosts: list[HostSlots]) -> list[str]:
         problems.append(
             f"launch.nproc={launch.nproc}, but the hosts have {slots} slots each; make them agree"
         )
+    if launch.ssh.address is not None:
+        try:
+            endpoints(str(Endpoint(launch.ssh.address, 1)))
+        except ValueError:
+            problems.append(f"launch.ssh.address={launch.ssh.address!r} is no host or address")
     if launch.ssh.folder.startswith("~") and not launch.ssh.folder.startswith("~/"):
         problems.append(f"launch.ssh.folder={launch.ssh.folder!r} must begin with / or ~/")
     return problems
@@ -265,8 +272,6 @@ def _unpack(answer: dict[str, Any], run: Path) -> int:
             if source is None or ".." in parts or Path(member.name).is_absolute():
                 continue
             target = run.joinpath(*parts)
-            if target.resolve() != Path(os.path.abspath(target)).parent.resolve() / target.name:
-                continue
             target.parent.mkdir(parents=True, exist_ok=True)
             write_private(target, source.read())
             count += 1

@@ -87,13 +87,18 @@ class Preflight:
     """Asks all hosts of a run, and raises one ``LaunchError`` with every problem there is."""
 
     def __init__(
-        self, job: ClusterJob, hosts: Sequence[HostSlots], run_id: str, say: Callable[[str], None]
+        self,
+        job: ClusterJob,
+        hosts: Sequence[HostSlots],
+        run_id: str,
+        say: Callable[[str], None],
+        connections: Sequence[str | None],
     ) -> None:
         self._job, self._ssh, self._say = job, job.config.launch.ssh, say
         self._code = folders_of(job)
         self.hosts = [
-            RemoteHost(host, number, ssh_command(self._ssh, host))
-            for number, host in enumerate(hosts)
+            RemoteHost(host, number, ssh_command(self._ssh, host, connection))
+            for number, (host, connection) in enumerate(zip(hosts, connections, strict=True))
         ]
         self._question: dict[str, Any] = {
             "do": "check",

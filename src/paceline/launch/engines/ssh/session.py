@@ -12,13 +12,14 @@ import re
 import secrets
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from paceline.config.launch_engines import Ssh
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.launch.engines.ssh.remote import BOOT
 from paceline.launch.hosts import HostSlots
 from paceline.untrusted import printable
@@ -61,12 +62,15 @@ def is_plain_path(path: str) -> bool:
     return _PATH.fullmatch(path) is not None
 
 
-def ssh_options(ssh: Ssh) -> list[str]:
-    """ssh and its options. The user's come first: ssh takes the first value that it is given."""
+def ssh_options(ssh: Ssh, *, ask: bool = False) -> list[str]:
+    """ssh and its options. The user's come first: ssh takes the first value that it is given.
+
+    ``ask`` lets it ask for a password.
+    """
     config = [] if ssh.config is None else ["-F", os.path.expanduser(ssh.config)]
     given = [word for option in ssh.options for word in ("-o", option)]
     ours = {
-        "BatchMode": "yes",  # nobody is there to answer
+        "BatchMode": "no" if ask else "yes",  # where nobody is there to answer
         "ConnectTimeout": ssh.connect_timeout,
         "ServerAliveInterval": _ALIVE_SECONDS,  # so that a dead link is noticed
         "ServerAliveCountMax": _ALIVE_COUNT,
@@ -85,12 +89,38 @@ def destination(host: HostSlots) -> list[str]:
     return [*user, *port, "--", host.name]
 
 
-def ssh_command(ssh: Ssh, host: HostSlots) -> list[str]:
+def ssh_command(ssh: Ssh, host: HostSlots, through: str | None = None) -> list[str]:
     """The whole command that connects to a host and starts Python there.
 
     No value of the user's is in what the host's shell reads, but for a path that was checked.
+    ``through`` is the socket of an open connection to the host.
     """
-    return [*ssh_options(ssh), *destination(host), remote_command(ssh)]
+    shared = [] if through is None else ["-S", through]
+    return [*ssh_options(ssh), *shared, *destination(host), remote_command(ssh)]
+
+
+@contextlib.contextmanager
+def opened_by_hand(ssh: Ssh, hosts: Sequence[HostSlots]) -> Iterator[list[str | None]]:
+    """Connections to all hosts, for which ssh may ask for passwords; their sockets.
+
+    They close by themselves when nobody has used them for a minute.
+    """
+    if not ssh.interactive:
+        yield [None] * len(hosts)
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        sockets: list[str | None] = [f"{folder}/{number}" for number in range(len(hosts))]
+        try:
+            for host, path in zip(hosts, sockets, strict=True):
+                options = ["-M", "-S", str(path), "-o", "ControlPersist=60", "-f", "-N"]
+                command = [*ssh_options(ssh, ask=True), *options, *destination(host)]
+                if subprocess.run(command, stdout=subprocess.DEVNULL).returncode != 0:
+                    raise LaunchError(f"{host}: no connection over ssh; nothing was started")
+            yield sockets
+        finally:
+            for host, path in zip(hosts, sockets, strict=True):
+                close = [*ssh_options(ssh), "-S", str(path), "-O", "exit", *destination(host)]
+                subprocess.run(close, capture_output=True)
 
 
 def remote_command(ssh: Ssh) -> str:

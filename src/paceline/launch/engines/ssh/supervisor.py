@@ -139,6 +139,15 @@ class HostFollower:
     # ------------------------------------------------------------- in the thread
 
     def _work(self) -> None:
+        try:
+            self._until_ended()
+        except Exception as error:  # of an answer that is none: this thread must not just vanish
+            self._show(self.host, f"cannot be followed any more: {error!r}")
+            self.code = 1
+        finally:
+            self.ended = True
+
+    def _until_ended(self) -> None:
         tries = 0
         while not self.ended:
             try:
