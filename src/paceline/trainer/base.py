@@ -31,6 +31,7 @@ from paceline.options import (
 from paceline.track import Tracker
 from paceline.trainer.callbacks import Callback
 from paceline.trainer.evaluate import Metric
+from paceline.trainer.media import MediaWriter
 from paceline.trainer.stop_requests import LEAVE, STOP, StopRequests
 from paceline.world import World
 
