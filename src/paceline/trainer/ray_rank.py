@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import runpy
 import sys
@@ -32,6 +33,7 @@ def run(told: dict[str, Any]) -> str:
     from ray.train.collective import broadcast_from_rank_zero
 
     orders = RankOrders(**told)
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it would tell of every report
     _go_to(orders)
     _check_sees(orders)
     run = RunFolder(Path(orders.run))
