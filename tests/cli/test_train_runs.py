@@ -179,6 +179,13 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(folder: Path) -> None:
     again = train(folder, *resume)
     assert again.returncode == 0
     assert again.stdout.startswith(f"my run is already finished, at step {last + 2}.")
+    # It can go back all the same.
+    back = train(folder, *resume, "--which", str(last))
+    assert (back.returncode, back.stderr) == (0, "")
+    assert f"went back to step {last}: the checkpoints of later steps are in" in back.stdout
+    aside = run / "checkpoints" / "set-aside-1"
+    assert [path.name for path in aside.iterdir()] == [f"step-{last + 2:09d}"]
+    assert steps_of(run)[-2:] == [last + 1, last + 2]
 
 
 def test_modules_beside_the_config_are_found_from_elsewhere_also_by_a_resume(folder: Path) -> None:
