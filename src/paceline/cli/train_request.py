@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.checkpoint.locate import which_named
-from paceline.cli.options import PLACES
 from paceline.cli.train_usage import resume_problem, script_problem
 from paceline.config import Config, load, load_checked
 from paceline.config.checks import node_problems
+from paceline.config.launch_engines import ENGINES
 from paceline.config.overrides import in_users_words
 from paceline.errors import ConfigError
 from paceline.launch.run_pattern import check_pattern, is_pattern
@@ -27,7 +28,11 @@ class TrainRequest:
     overrides: list[str]
     resume: str | None
     run_dir: str | None
+    dry_run: bool = False
+    apply: bool = False
     which: str | None = None
+    auto: bool = False
+    """Go on with the run in ``run_dir`` if there is one, else start it (``--resume auto``)."""
     _adjusted: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -35,13 +40,9 @@ class TrainRequest:
         """The checkpoint that the run goes back to; ``None`` where it goes on from the newest."""
         return None if self.which == "last" else self.which
 
-    def check(self, on: str, layout: str | None) -> None:
+    def check(self, layout: str | None) -> None:
         """Refuse what does not go together, all of it at once."""
-        problems = []
-        if on not in PLACES:
-            problems.append(
-                f"--on {on}: not available; this version starts ranks on: {', '.join(PLACES)}"
-            )
+        problems = self._problems_with_engine()
         if len(self.configs) > 1:
             problems.append(f"one CONFIG at most; got {', '.join(self.configs)}")
         if self.script is not None:
@@ -68,6 +69,7 @@ class TrainRequest:
                 check_pattern(self.run_dir)
             except ConfigError as error:
                 problems += error.problems
+        problems += self._problems_with_auto()
         if self.resume is not None and self.run_dir is not None:
             problems.append(
                 f"--resume {self.resume} with --run-dir {self.run_dir}: a resumed run stays in its "
@@ -75,6 +77,52 @@ class TrainRequest:
             )
         if problems:
             raise ConfigError(problems)
+
+    def engine(self) -> str:
+        """What starts the ranks: ``--on``, else the config's ``launch.on``."""
+        for text in reversed((*self.flags, *self.overrides)):
+            key, _, value = text.partition("=")
+            if key.strip() == "launch.on":
+                return value.strip().strip("'\"")
+        source = next(iter(self.configs), None)
+        if self.resume is not None or source is None:
+            return "local"
+        with contextlib.suppress(ConfigError):  # said, with all other problems, by load
+            return load(source).launch.on
+        return "local"
+
+    def is_elsewhere(self) -> bool:
+        """Whether an engine other than this launcher starts the ranks."""
+        return self.engine() != "local"
+
+    def _problems_with_engine(self) -> list[str]:
+        """Flags that are for an engine, without it."""
+        on = self.engine()
+        problems = []
+        if on not in ENGINES:
+            problems.append(f"--on {on}: there is no such engine; use {', '.join(ENGINES)}")
+        for flag, key in (("--hosts", "hosts"), ("--hostfile", "hostfile")):
+            given = [text for text, words in self.flags.items() if words.startswith(f"{flag} ")]
+            if given and on not in ("ssh", "mpi"):
+                problems.append(f"{flag}: for --on ssh and --on mpi")
+            elif given and not self.asks_for(f"launch.{on}.{key}"):
+                problems.append(f"{flag}: name the engine with --on {on} as well")
+        if self.dry_run and on == "local":
+            problems.append(
+                "--dry-run: for --on ssh, slurm, kubernetes, ray and mpi; paceline config show "
+                "prints what a config says"
+            )
+        if self.goes_back is not None and on != "local":
+            problems.append(
+                f"--which {self.which} with --on {on}: whatever starts it again would go back "
+                "again; go back on this machine first, with --on local --set train.steps=… for a "
+                "few steps"
+            )
+        if self.apply and on != "kubernetes":
+            problems.append("--apply: for --on kubernetes")
+        if self.apply and self.dry_run:
+            problems.append("--apply with --dry-run: give one or the other")
+        return problems
 
     def _problems_with_which(self, which: str) -> list[str]:
         problems: list[str] = []
@@ -89,6 +137,21 @@ class TrainRequest:
             )
         return problems
 
+    def _problems_with_auto(self) -> list[str]:
+        if not self.auto:
+            return []
+        if self.run_dir is None:
+            return [
+                "--resume auto: name the folder that the run starts in, and goes on in when the "
+                "command is repeated: --run-dir DIR"
+            ]
+        if is_pattern(self.run_dir):
+            return [
+                f"--resume auto with --run-dir {self.run_dir}: a pattern is a new folder each "
+                "time, so that there would be nothing to go on with; name the folder itself"
+            ]
+        return []
+
     def _problems_with_script(self, layout: str | None) -> list[str]:
         assert self.script is not None
         problems = []
@@ -99,9 +162,11 @@ class TrainRequest:
                 f"--script {self.script} with CONFIG {self.configs[0]}: give one or the other; "
                 "arguments of the script go after --"
             )
+        # How a script is launched is the command's affair; what it trains is its own.
+        others = [text for text in self.overrides if not text.strip().startswith("launch.")]
         for flag, value in (
             ("--layout", layout),
-            ("--set", " --set ".join(self.overrides) or None),
+            ("--set", " --set ".join(others) or None),
             ("--resume", self.resume),
         ):
             if value is not None:
@@ -109,11 +174,11 @@ class TrainRequest:
                     f"{flag} {value}: for configs only; the script decides for itself. Arguments "
                     "of the script go after --"
                 )
-        for flag, key in (("--name", "name"), ("--tag", "tags")):
-            if self.asks_for(key):
-                problems.append(
-                    f"{flag}: for configs only; name the folder of a script's run with --run-dir"
-                )
+        problems += [
+            f"{flag}: for configs only; name the folder of a script's run with --run-dir"
+            for flag in ("--name", "--tag")
+            if any(words.startswith(f"{flag} ") for words in self.flags.values())
+        ]
         if self.asks_for("launch.share_gpu"):
             problems.append(
                 "--share-gpu: for configs only; in a script, call World.init(share_gpu=True)"
@@ -121,14 +186,20 @@ class TrainRequest:
         return problems
 
     def asks_for(self, key: str) -> bool:
-        """Whether a flag names this key of the config."""
-        return any(override.partition("=")[0] == key for override in self.flags)
+        """Whether a flag or ``--set`` names this key of the config."""
+        given = (*self.flags, *self.overrides)
+        return any(override.partition("=")[0].strip() == key for override in given)
 
-    def load(self, source: str | Path | None, *, checked: bool = True) -> Config:
-        """The config with all overrides; problems name the flags they come from."""
-        read = load_checked if checked else load
+    def load(
+        self, source: str | Path | None, *, checked: bool = True, devices: int | None = None
+    ) -> Config:
+        """The config with all overrides; problems name the flags they come from.
+
+        ``devices`` is the number of GPUs of every machine, where that is not this one.
+        """
+        given = [*self._adjusted, *self.flags, *self.overrides]
         try:
-            return read(source, [*self._adjusted, *self.flags, *self.overrides])
+            return load_checked(source, given, devices=devices) if checked else load(source, given)
         except ConfigError as error:
             words = {**self._adjusted, **self.flags}
             raise ConfigError(in_users_words(error.problems, words)) from None

@@ -5,6 +5,7 @@ runs/demo-20250131-142501/
     events.jsonl     what happened, one JSON record a line
     logs/            output by rank
     checkpoints/     saved state
+    submission/      what was handed to the engine of a cluster (``paceline.launch.engines``)
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import glob
 import os
 import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import FILE_NAME
@@ -32,7 +34,10 @@ from paceline.untrusted import (
     write_private,
 )
 
+SUBMISSION = "submission"
+"""What is handed to an engine of a cluster lies here, before the run itself begins."""
 _MARK = ".seen-"
+_CONFIG_PART = ".config.yaml.part"
 _MARK_SECONDS = 2.0
 _LOCK_SECONDS = 2.0
 _LONGEST_HOLDER = 200
@@ -65,6 +70,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def is_begun(self) -> bool:
+        """Whether there is a run to go on with: its config is the first that is written."""
+        return os.path.isfile(self.config)
+
+    @property
     def was_used(self) -> bool:
         """Whether a launcher was here; a project's own folder may have a config.yaml as well."""
         traces = (self.path / ".lock", self.events, self.logs, self.checkpoints)
@@ -88,7 +98,7 @@ class RunFolder:
         At every instant ``config.yaml`` is the old or the new one. Raises ``LaunchError`` where
         the disk refuses, and has then changed nothing.
         """
-        part = self.path / ".config.yaml.part"
+        part = self.path / _CONFIG_PART
         try:
             if self.has_config(text):
                 return
@@ -138,8 +148,8 @@ class RunFolder:
                 holder = None
             if holder is not None:
                 raise ConfigError(
-                    f"run folder {str(self.path)!r} is in use by process {holder}. "
-                    "Wait for that run to end, or stop it."
+                    f"run folder {str(self.path)!r} is in use by process {holder}: its run is "
+                    "still going on. Wait for it to end, or stop it."
                 )
             yield
 
@@ -216,7 +226,7 @@ def _hold(file: TextIO, identity: str | None) -> str | None:
         time.sleep(0.05)
 
 
-def _lock(file: TextIO, kind: int) -> bool:
+def _lock(file: IO[Any], kind: int) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -224,11 +234,34 @@ def _lock(file: TextIO, kind: int) -> bool:
     return True
 
 
+def holder_of(folder: str | os.PathLike[str]) -> int | None:
+    """The process of this machine that holds the run in ``folder``; ``None`` where none does."""
+    try:
+        with open_file(Path(folder) / ".lock") as file:
+            if _lock(file, fcntl.LOCK_EX):
+                return None
+            text = file.read(_LONGEST_HOLDER).split()
+            held = os.fstat(file.fileno())
+    except OSError:
+        return None
+    pid = int(text[0]) if text and text[0].isdigit() else 0
+    # The number is text that anybody may have written, on any machine: the process is asked.
+    for link in glob.glob(f"/proc/{pid}/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(link), held):
+                return pid
+    return None
+
+
 def new_run(root: str | os.PathLike[str], name: str) -> RunFolder:
     """Make ``root/<name>-<date>-<time>``; an existing folder is never taken, not even in a race."""
     check_name(Path(root) / name)
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return new_run_like(Path(root) / f"{name}-{now}")
+    return new_run_like(stamped(root, name))
+
+
+def stamped(root: str | os.PathLike[str], name: str) -> Path:
+    """``root/<name>-<date>-<time>``."""
+    return Path(root) / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def new_run_like(folder: str | os.PathLike[str]) -> RunFolder:
@@ -256,7 +289,7 @@ def new_run_at(path: str | os.PathLike[str]) -> RunFolder:
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        taken = any(path.iterdir())
+        taken = any(item.name != SUBMISSION for item in path.iterdir())
     except FileExistsError:
         raise _cannot_make(path, "a file is in the way") from None
     except OSError as error:
@@ -269,6 +302,41 @@ def new_run_at(path: str | os.PathLike[str]) -> RunFolder:
             + (f"{go_on} a new folder." if run.config.exists() else " Name a new folder.")
         )
     return run
+
+
+def run_at(path: str | os.PathLike[str]) -> RunFolder:
+    """The run folder ``path``, new or as an earlier launch left it; for ``--resume auto``.
+
+    It may be one whose launcher was killed before it had written a config. A folder that holds
+    anything else is refused.
+    """
+    check_name(path)
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        names = os.listdir(path)
+        run = RunFolder(path)
+        begun = not names or run.is_begun
+        if not begun and run.events.exists():
+            raise ConfigError(_of_a_trainer(run))
+        places = (path, run.checkpoints) if run.checkpoints.name in names else (path,)
+        strange = [name for place in places for name in os.listdir(place) if not _is_trace(name)]
+    except FileExistsError:
+        raise _cannot_make(path, "a file is in the way") from None
+    except OSError as error:
+        raise _cannot_make(path, error.strerror or str(error)) from error
+    if not begun and strange:
+        raise ConfigError(
+            f"run folder {str(path)!r} is not empty, and no run is in it: it holds "
+            f"{', '.join(map(repr, sorted(strange)[:3]))}. Name a new folder."
+        )
+    return run
+
+
+def _is_trace(name: str) -> bool:
+    """Whether a launcher that was killed early leaves this in a folder."""
+    traces = (".lock", _CONFIG_PART, "logs", "checkpoints", SUBMISSION)
+    return name in traces or name.startswith(_MARK)
 
 
 def open_run(path: str | os.PathLike[str]) -> RunFolder:
