@@ -44,7 +44,29 @@ def train(
 @pytest.mark.parametrize(
     ("arguments", "problems"),
     [
-        (["--on", "slurm"], ["--on slurm: not available; this version starts ranks on: local"]),
+        (
+            ["--on", "slrm"],
+            [
+                "--on slrm: there is no such engine; use local, ssh, slurm, kubernetes, ray, mpi",
+            ],
+        ),
+        (
+            ["--dry-run", "--apply", "--hosts", "a,b"],
+            [
+                "--hosts: for --on ssh and --on mpi",
+                "--dry-run: for --on ssh, slurm, kubernetes, ray and mpi; paceline config show "
+                "prints what a config says",
+                "--apply: for --on kubernetes",
+                "--apply with --dry-run: give one or the other",
+            ],
+        ),
+        (
+            ["--on", "ssh", "--resume", "r", "--which", "best"],
+            [
+                "--which best with --on ssh: whatever starts it again would go back again; "
+                "go back on this machine first, with --on local --set train.steps=… for a few steps",
+            ],
+        ),
         (
             ["--script", "s.py", "c.yaml", "--layout", "dp=2", "--set", "a=b", "--resume", "r"],
             [
@@ -70,6 +92,14 @@ def train(
             ["--resume r with --run-dir d: a resumed run stays in its folder; leave --run-dir out"],
         ),
         (
+            ["--which", "bset"],
+            [
+                "--which bset: it is best, last or the number of a step",
+                "--which bset: it chooses a checkpoint of a run to go on from; name the run with "
+                "--resume RUN_DIR",
+            ],
+        ),
+        (
             ["--nproc", "99999"],
             [
                 "--nproc 99999: 99999 ranks on one machine are more than 1,024, the most that are "
@@ -91,7 +121,8 @@ def train(
             ["--zebra"],
             [
                 "--zebra: no such option; there are --script, --nproc, --nnodes, --rdzv, "
-                "--secret-file, --layout, --on, --set, --resume, --run-dir, --name, --tag, "
+                "--secret-file, --layout, --on, --hosts, --hostfile, --dry-run, --apply, --set, "
+                "--resume, --which, --run-dir, --name, --tag, "
                 "--max-restarts, --share-gpu. Any value of the config is set by --set key=value"
             ],
         ),

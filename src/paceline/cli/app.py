@@ -20,7 +20,7 @@ from paceline.cli.evaluate import evaluate
 from paceline.cli.init import init
 from paceline.cli.predict import predict
 from paceline.cli.rendezvous import rendezvous
-from paceline.cli.runs import runs
+from paceline.cli.runs import app as runs
 from paceline.cli.schedule import schedule
 from paceline.cli.screen import echo, pipe_apart, run
 from paceline.cli.secret import secret
@@ -73,7 +73,6 @@ def _common(
 
 app.command(cls=TrainCommand)(train)
 app.command(name="init")(init)
-app.command()(runs)
 app.command()(evaluate)
 app.command()(predict)
 app.command()(verify)
@@ -82,6 +81,7 @@ app.command()(secret)
 app.command()(schedule)
 app.command()(doctor)
 app.command()(diagnose)
+app.add_typer(runs, name="runs")
 app.add_typer(config, name="config")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(bench, name="bench")

@@ -7,9 +7,6 @@ from typing import Annotated
 
 import typer
 
-PLACES = ("local",)
-"""Where ranks can be started."""
-
 ConfigFile = Annotated[
     str | None,
     typer.Argument(

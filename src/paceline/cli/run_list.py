@@ -83,8 +83,15 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
         yield folder
     elif depth < _DEEPEST:
         for name, entry in entries.items():
-            if not name.startswith(".") and entry.is_dir():
+            if not name.startswith(".") and _is_folder(entry):
                 yield from _run_folders(folder / name, depth + 1)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself, say
+        return False
 
 
 def look_at(folder: Path) -> ListedRun:

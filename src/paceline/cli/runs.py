@@ -1,17 +1,39 @@
-"""``paceline runs``: the runs below a folder, what state they are in and how far they came."""
+"""``paceline runs``: which runs there are, how one of them is, its output, its end."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from paceline.cli.screen import echo
 
 STATES = ("running", "finished", "failed", "interrupted")
 
 
-def runs(
+class _Runs(TyperGroup):
+    """``paceline runs FOLDER`` is ``paceline runs list FOLDER``."""
+
+    default = "list"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_Runs,
+    rich_markup_mode=None,
+    help="List runs; and ask for one run's state or output, or end it, whatever engine has it.\n\n"
+    "paceline runs FOLDER is short for paceline runs list FOLDER.",
+)
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The folder of the run.")]
+
+
+@app.command(name="list")
+def list_runs(
     folders: Annotated[
         list[str] | None,
         typer.Argument(
@@ -67,3 +89,61 @@ def runs(
         return
     columns = ("run", "state", "layout", "step", "loss", "age", "tags")
     show_table(columns, [run.row() for run in found])
+
+
+@app.command()
+def status(
+    run: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """How a run is: its state, how far it came, and what the engine that has it says."""
+    from pathlib import Path
+
+    from paceline.cli.checkpoint_screen import show_json, show_table
+    from paceline.cli.run_list import look_at
+    from paceline.launch.engines import control_of
+
+    control, submission = control_of(run)
+    said = control.status(submission)
+    listed = look_at(Path(run))
+    if as_json:
+        engine = {"engine": submission.engine, "job": submission.job, "says": said}
+        show_json({**listed.to_json(), **engine})
+        return
+    columns = ("run", "state", "layout", "step", "loss", "age", "tags")
+    show_table(columns, [listed.row()])
+    echo(f"{submission.engine}: {said}")
+
+
+@app.command()
+def logs(
+    run: Run,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is yet to come, until the end.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", help="The output of this rank, from its log.")
+    ] = None,
+) -> None:
+    """Print a run's output: what its engine has of it, or one rank's log."""
+    from paceline.launch.engines import control_of
+    from paceline.launch.engines.local import newest_log, show_log
+    from paceline.launch.run_folder import open_run
+
+    if rank is not None and not follow:
+        show_log(newest_log(open_run(run).path, rank))
+        return
+    control, submission = control_of(run)
+    try:
+        raise typer.Exit(control.logs(submission, follow=follow))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def cancel(run: Run) -> None:
+    """End a run: it has the time to save that launch.grace gives it."""
+    from paceline.launch.engines import control_of
+
+    control, submission = control_of(run)
+    echo(control.cancel(submission))

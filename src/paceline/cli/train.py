@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.console import say
-from paceline.cli.options import PLACES, Overrides, SecretFile, ShareGpu, Spread, file_reference
+from paceline.cli.options import Overrides, SecretFile, ShareGpu, Spread, file_reference
 
 AUTO = "auto"
 """``--resume auto``; a folder of that name is ``--resume ./auto``."""
@@ -47,14 +47,42 @@ def train(
     secret_file: SecretFile = None,
     layout: Spread = None,
     on: Annotated[
-        str, typer.Option(metavar="PLACE", help=f"Where the ranks run: {', '.join(PLACES)}.")
-    ] = PLACES[0],
+        str | None,
+        typer.Option(
+            metavar="ENGINE",
+            help="What starts the ranks: local, ssh, slurm, kubernetes, ray or mpi.",
+        ),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="With --on ssh or mpi: the hosts, like node0:4,node1:4."),
+    ] = None,
+    hostfile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --on ssh or mpi: a file of hosts.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="With --on: print what would be handed over; start nothing."
+        ),
+    ] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="With --on kubernetes: hand the manifest to kubectl.")
+    ] = False,
     overrides: Overrides = None,
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="RUN_DIR",
             help="Go on with the run in this folder; auto: with that in --run-dir, or start it.",
+        ),
+    ] = None,
+    which: Annotated[
+        str | None,
+        typer.Option(
+            metavar="best|last|STEP",
+            help="With --resume: go back to this checkpoint; later ones are set aside.",
+            show_default=False,
         ),
     ] = None,
     run_dir: Annotated[
@@ -95,13 +123,23 @@ def train(
         "--nnodes": ("launch.nnodes", nnodes),
         "--rdzv": ("launch.rdzv", rdzv),
         "--secret-file": ("launch.secret", file_reference(secret_file)),
+        "--on": ("launch.on", _as_yaml(on)),
+        "--hosts": (f"launch.{on}.hosts", _as_yaml(_host_list(hosts))),
+        "--hostfile": (f"launch.{on}.hostfile", _as_yaml(_absolute(hostfile))),
         "--layout": ("layout", layout),
         "--max-restarts": ("launch.max_restarts", max_restarts),
         "--name": ("name", _as_yaml(name)),
         "--tag": ("tags", _as_yaml(tag or None)),
         "--share-gpu": ("launch.share_gpu", "true" if share_gpu else None),
     }
-    typed = {"--secret-file": secret_file, "--name": name, "--tag": " --tag ".join(tag or [])}
+    typed = {
+        "--secret-file": secret_file,
+        "--name": name,
+        "--tag": " --tag ".join(tag or []),
+        "--on": on,
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+    }
     try:
         from paceline.cli.train_request import TrainRequest
 
@@ -117,10 +155,17 @@ def train(
             overrides=list(overrides or []),
             resume=None if resume == AUTO else resume,
             run_dir=run_dir,
+            dry_run=dry_run,
+            apply=apply,
+            which=which,
             auto=resume == AUTO,
         )
-        request.check(on, layout)
-        if script is None:
+        request.check(layout)
+        if request.is_elsewhere():
+            from paceline.cli.train_elsewhere import run_elsewhere
+
+            run_elsewhere(request)
+        elif script is None:
             from paceline.cli.train_config import run_config
 
             run_config(request)
@@ -139,6 +184,16 @@ def _as_yaml(value: str | list[str] | None) -> str | None:
     import json
 
     return None if value is None else json.dumps(value)
+
+
+def _host_list(hosts: str | None) -> list[str] | None:
+    return None if hosts is None else [host.strip() for host in hosts.split(",")]
+
+
+def _absolute(path: str | None) -> str | None:
+    import os
+
+    return None if path is None else os.path.abspath(os.path.expanduser(path))
 
 
 def _as_typed(flag: str, value: str | None) -> str:

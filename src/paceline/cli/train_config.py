@@ -65,7 +65,7 @@ def run_config(request: TrainRequest) -> None:
         say(f"run folder: {run}")
         settings = _new_settings(config, run, stack) if resumed else None
         own = None if joined is None else _own_config(config, stack)
-        _launch(config, run, joined, settings, own, resume=resumed)
+        _launch(config, run, joined, settings, own, resume=resumed, which=request.goes_back)
         if joined is not None and not joined.is_main:
             say(f"done; the run is shown on node 0 ({joined.rendezvous.nodes[0]})")
             return
@@ -85,7 +85,9 @@ def _run_and_config(
         request.adjust_ranks_of(stored)
         config = resolve(request.load(run.config))
         refuse_copies(config)
-        return None, None if is_finished(run, stored, config) else config
+        # One that goes back has something left to do, however it ended.
+        over = request.goes_back is None and is_finished(run, stored, config)
+        return None, None if over else config
     with contextlib.suppress(ConfigError):  # said, with all other problems, by request.load
         request.adjust_ranks_of(load(source))
     asked = request.load(source)
@@ -137,6 +139,7 @@ def _launch(
     own_config: Path | None = None,
     *,
     resume: bool,
+    which: str | None = None,
 ) -> None:
     from paceline.cli.train_trackers import trackers_of
     from paceline.launch.job import LocalJob
@@ -145,13 +148,14 @@ def _launch(
     from paceline.track import following
 
     assert isinstance(config.launch.nproc, int)
-    more: dict[str, Any] = {"events_dir": run.path}
+    more: dict[str, Any] = {"events_dir": run.path, "env": config.launch.env}
     arguments = []
     if joined is not None:
         more |= joined.job_options(config)
         resume = joined.resume
         arguments += [] if joined.shared else ["--own-folder"]
     arguments += ["--resume"] if resume else []
+    arguments += [] if which is None else ["--which", which]
     arguments += [] if settings is None else ["--settings", str(settings)]
     arguments += [] if own_config is None else ["--config", str(own_config)]
     arguments += ["--code", *code_folders(config)]

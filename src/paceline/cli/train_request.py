@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cli.options import PLACES
+from paceline.checkpoint.locate import which_named
 from paceline.cli.train_usage import resume_problem, script_problem
 from paceline.config import Config, load, load_checked
 from paceline.config.checks import node_problems
+from paceline.config.launch_engines import ENGINES
 from paceline.config.overrides import in_users_words
 from paceline.errors import ConfigError
 from paceline.launch.run_pattern import check_pattern, is_pattern
@@ -26,17 +28,21 @@ class TrainRequest:
     overrides: list[str]
     resume: str | None
     run_dir: str | None
+    dry_run: bool = False
+    apply: bool = False
+    which: str | None = None
     auto: bool = False
     """Go on with the run in ``run_dir`` if there is one, else start it (``--resume auto``)."""
     _adjusted: dict[str, str] = field(default_factory=dict)
 
-    def check(self, on: str, layout: str | None) -> None:
+    @property
+    def goes_back(self) -> str | None:
+        """The checkpoint that the run goes back to; ``None`` where it goes on from the newest."""
+        return None if self.which == "last" else self.which
+
+    def check(self, layout: str | None) -> None:
         """Refuse what does not go together, all of it at once."""
-        problems = []
-        if on not in PLACES:
-            problems.append(
-                f"--on {on}: not available; this version starts ranks on: {', '.join(PLACES)}"
-            )
+        problems = self._problems_with_engine()
         if len(self.configs) > 1:
             problems.append(f"one CONFIG at most; got {', '.join(self.configs)}")
         if self.script is not None:
@@ -48,6 +54,8 @@ class TrainRequest:
             )
         if self.resume is not None and (problem := resume_problem(self.resume)):
             problems.append(f"--resume {self.resume}: {problem}")
+        if self.which is not None:
+            problems += self._problems_with_which(self.which)
         if self.resume is not None and self.configs:
             problems.append(
                 f"--resume {self.resume} with CONFIG {self.configs[0]}: a run folder has its own "
@@ -69,6 +77,65 @@ class TrainRequest:
             )
         if problems:
             raise ConfigError(problems)
+
+    def engine(self) -> str:
+        """What starts the ranks: ``--on``, else the config's ``launch.on``."""
+        for text in reversed((*self.flags, *self.overrides)):
+            key, _, value = text.partition("=")
+            if key.strip() == "launch.on":
+                return value.strip().strip("'\"")
+        source = next(iter(self.configs), None)
+        if self.resume is not None or source is None:
+            return "local"
+        with contextlib.suppress(ConfigError):  # said, with all other problems, by load
+            return load(source).launch.on
+        return "local"
+
+    def is_elsewhere(self) -> bool:
+        """Whether an engine other than this launcher starts the ranks."""
+        return self.engine() != "local"
+
+    def _problems_with_engine(self) -> list[str]:
+        """Flags that are for an engine, without it."""
+        on = self.engine()
+        problems = []
+        if on not in ENGINES:
+            problems.append(f"--on {on}: there is no such engine; use {', '.join(ENGINES)}")
+        for flag, key in (("--hosts", "hosts"), ("--hostfile", "hostfile")):
+            given = [text for text, words in self.flags.items() if words.startswith(f"{flag} ")]
+            if given and on not in ("ssh", "mpi"):
+                problems.append(f"{flag}: for --on ssh and --on mpi")
+            elif given and not self.asks_for(f"launch.{on}.{key}"):
+                problems.append(f"{flag}: name the engine with --on {on} as well")
+        if self.dry_run and on == "local":
+            problems.append(
+                "--dry-run: for --on ssh, slurm, kubernetes, ray and mpi; paceline config show "
+                "prints what a config says"
+            )
+        if self.goes_back is not None and on != "local":
+            problems.append(
+                f"--which {self.which} with --on {on}: whatever starts it again would go back "
+                "again; go back on this machine first, with --on local --set train.steps=… for a "
+                "few steps"
+            )
+        if self.apply and on != "kubernetes":
+            problems.append("--apply: for --on kubernetes")
+        if self.apply and self.dry_run:
+            problems.append("--apply with --dry-run: give one or the other")
+        return problems
+
+    def _problems_with_which(self, which: str) -> list[str]:
+        problems: list[str] = []
+        try:
+            which_named(which)
+        except ConfigError as error:
+            problems += error.problems
+        if self.resume is None:
+            problems.append(
+                f"--which {which}: it chooses a checkpoint of a run to go on from; name the run "
+                "with --resume RUN_DIR"
+            )
+        return problems
 
     def _problems_with_auto(self) -> list[str]:
         if not self.auto:
@@ -95,9 +162,11 @@ class TrainRequest:
                 f"--script {self.script} with CONFIG {self.configs[0]}: give one or the other; "
                 "arguments of the script go after --"
             )
+        # How a script is launched is the command's affair; what it trains is its own.
+        others = [text for text in self.overrides if not text.strip().startswith("launch.")]
         for flag, value in (
             ("--layout", layout),
-            ("--set", " --set ".join(self.overrides) or None),
+            ("--set", " --set ".join(others) or None),
             ("--resume", self.resume),
         ):
             if value is not None:
@@ -105,11 +174,11 @@ class TrainRequest:
                     f"{flag} {value}: for configs only; the script decides for itself. Arguments "
                     "of the script go after --"
                 )
-        for flag, key in (("--name", "name"), ("--tag", "tags")):
-            if self.asks_for(key):
-                problems.append(
-                    f"{flag}: for configs only; name the folder of a script's run with --run-dir"
-                )
+        problems += [
+            f"{flag}: for configs only; name the folder of a script's run with --run-dir"
+            for flag in ("--name", "--tag")
+            if any(words.startswith(f"{flag} ") for words in self.flags.values())
+        ]
         if self.asks_for("launch.share_gpu"):
             problems.append(
                 "--share-gpu: for configs only; in a script, call World.init(share_gpu=True)"
@@ -117,14 +186,20 @@ class TrainRequest:
         return problems
 
     def asks_for(self, key: str) -> bool:
-        """Whether a flag names this key of the config."""
-        return any(override.partition("=")[0] == key for override in self.flags)
+        """Whether a flag or ``--set`` names this key of the config."""
+        given = (*self.flags, *self.overrides)
+        return any(override.partition("=")[0].strip() == key for override in given)
 
-    def load(self, source: str | Path | None, *, checked: bool = True) -> Config:
-        """The config with all overrides; problems name the flags they come from."""
-        read = load_checked if checked else load
+    def load(
+        self, source: str | Path | None, *, checked: bool = True, devices: int | None = None
+    ) -> Config:
+        """The config with all overrides; problems name the flags they come from.
+
+        ``devices`` is the number of GPUs of every machine, where that is not this one.
+        """
+        given = [*self._adjusted, *self.flags, *self.overrides]
         try:
-            return read(source, [*self._adjusted, *self.flags, *self.overrides])
+            return load_checked(source, given, devices=devices) if checked else load(source, given)
         except ConfigError as error:
             words = {**self._adjusted, **self.flags}
             raise ConfigError(in_users_words(error.problems, words)) from None

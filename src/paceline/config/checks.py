@@ -176,7 +176,7 @@ def node_problems(config: Config) -> Problems:
     launch = config.launch
     _, most = node_range(launch.nnodes)
     if launch.rdzv is None:
-        if most > 1:
+        if most > 1 and launch.on == "local":
             yield (
                 ("launch", "nnodes"),
                 f"launch.nnodes={launch.nnodes} needs launch.rdzv, where the machines meet: "

@@ -239,6 +239,29 @@ def _checkpoint_url(value: str) -> str:
         ) from None
 
 
+def _environment(value: dict[str, str]) -> dict[str, str]:
+    for name, text in value.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} cannot name an environment variable")
+        if name in LAUNCHERS_OWN or name.startswith("PACELINE_"):
+            raise ValueError(f"{name} is set by the launcher; leave it out")
+        if "\0" in text:
+            raise ValueError(f"the value of {name} holds a NUL, which no variable can")
+    check_no_literals(value)
+    return value
+
+
+LAUNCHERS_OWN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Environment variables that say which rank a process is: no config may."""
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 OptimizerName = Annotated[str, AfterValidator(_optimizer_name)]
 ScheduleName = Annotated[str, AfterValidator(_schedule_name)]
@@ -249,6 +272,7 @@ Nodes = Annotated[int | str, AfterValidator(_nodes)]
 RunName = Annotated[str, AfterValidator(_name)]
 Args = Annotated[dict[str, Any], AfterValidator(_plain), AfterValidator(_without_credentials)]
 StorageOptions = Annotated[dict[str, Any], AfterValidator(_plain), AfterValidator(_storage)]
+EnvironmentVariables = Annotated[dict[str, str], AfterValidator(_environment)]
 CheckpointURL = Annotated[str, AfterValidator(_checkpoint_url)]
 TrackingURI = Annotated[str, AfterValidator(_tracking_uri)]
 Positive = Annotated[int, Field(ge=1)]

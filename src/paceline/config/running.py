@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 import paceline.config.demo as demo
-from paceline.config.fields import CheckpointURL, Nodes, Positive, StorageOptions, TrackingURI
+from paceline.config.fields import (
+    CheckpointURL,
+    EnvironmentVariables,
+    Nodes,
+    Positive,
+    StorageOptions,
+    TrackingURI,
+)
+from paceline.config.launch_engines import Kubernetes, Mpi, Ray, Slurm, Ssh
 from paceline.config.sections import Section, keys_of, switch
 from paceline.config.target_sections import TrackerTarget
 from paceline.credentials import Secret
@@ -46,7 +54,10 @@ class Checkpoint(Section):
 class Launch(Section):
     """Where the ranks run."""
 
-    on: Literal["local"] = Field(default="local", description="What starts the ranks.")
+    on: Literal["local", "ssh", "slurm", "kubernetes", "ray", "mpi"] = Field(
+        default="local",
+        description="What starts the ranks: this machine, or the engine of a cluster.",
+    )
     nproc: Positive | Literal["auto"] = Field(
         default="auto",
         description="Number of ranks; auto: as many as the layout says, else one per GPU, "
@@ -110,6 +121,16 @@ class Launch(Section):
         description="Seconds the ranks have to save and leave after Ctrl-C or SIGTERM.",
     )
     timeout: float = _trainer("timeout", default=600.0)
+    env: EnvironmentVariables = Field(
+        default={},
+        description="Environment variables of every rank, like NCCL_SOCKET_IFNAME: ib0. They are "
+        "saved with the run: no place for passwords.",
+    )
+    ssh: Ssh = Field(default=Ssh(), description="For on: ssh.")
+    slurm: Slurm = Field(default=Slurm(), description="For on: slurm.")
+    kubernetes: Kubernetes = Field(default=Kubernetes(), description="For on: kubernetes.")
+    ray: Ray = Field(default=Ray(), description="For on: ray.")
+    mpi: Mpi = Field(default=Mpi(), description="For on: mpi.")
 
 
 class Hangs(Section):

@@ -16,6 +16,7 @@ from paceline.launch.run_folder import (
     new_run_like,
     open_run,
     run_at,
+    stamped,
 )
 from paceline.launch.run_pattern import could_be, expand, is_pattern
 
@@ -48,6 +49,12 @@ class RunChoice:
         if self.run_dir is not None:
             return new_run_at(self.run_dir)
         return new_run(self.root, self.name)
+
+    def name_it(self) -> Path:
+        """A folder that ``make`` could make now; nothing is made."""
+        if self.run_dir is not None:
+            return Path(expand(self.run_dir, self.name))
+        return stamped(self.root, self.name)
 
     def goes_on(self, run: RunFolder) -> bool:
         """Whether the run in the folder that was made is to go on. Ask while it is held."""

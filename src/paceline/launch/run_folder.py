@@ -5,6 +5,7 @@ runs/demo-20250131-142501/
     events.jsonl     what happened, one JSON record a line
     logs/            output by rank
     checkpoints/     saved state
+    submission/      what was handed to the engine of a cluster (``paceline.launch.engines``)
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import glob
 import os
 import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import FILE_NAME
@@ -32,6 +34,8 @@ from paceline.untrusted import (
     write_private,
 )
 
+SUBMISSION = "submission"
+"""What is handed to an engine of a cluster lies here, before the run itself begins."""
 _MARK = ".seen-"
 _CONFIG_PART = ".config.yaml.part"
 _MARK_SECONDS = 2.0
@@ -222,7 +226,7 @@ def _hold(file: TextIO, identity: str | None) -> str | None:
         time.sleep(0.05)
 
 
-def _lock(file: TextIO, kind: int) -> bool:
+def _lock(file: IO[Any], kind: int) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -230,11 +234,34 @@ def _lock(file: TextIO, kind: int) -> bool:
     return True
 
 
+def holder_of(folder: str | os.PathLike[str]) -> int | None:
+    """The process of this machine that holds the run in ``folder``; ``None`` where none does."""
+    try:
+        with open_file(Path(folder) / ".lock") as file:
+            if _lock(file, fcntl.LOCK_EX):
+                return None
+            text = file.read(_LONGEST_HOLDER).split()
+            held = os.fstat(file.fileno())
+    except OSError:
+        return None
+    pid = int(text[0]) if text and text[0].isdigit() else 0
+    # The number is text that anybody may have written, on any machine: the process is asked.
+    for link in glob.glob(f"/proc/{pid}/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(link), held):
+                return pid
+    return None
+
+
 def new_run(root: str | os.PathLike[str], name: str) -> RunFolder:
     """Make ``root/<name>-<date>-<time>``; an existing folder is never taken, not even in a race."""
     check_name(Path(root) / name)
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return new_run_like(Path(root) / f"{name}-{now}")
+    return new_run_like(stamped(root, name))
+
+
+def stamped(root: str | os.PathLike[str], name: str) -> Path:
+    """``root/<name>-<date>-<time>``."""
+    return Path(root) / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def new_run_like(folder: str | os.PathLike[str]) -> RunFolder:
@@ -262,7 +289,7 @@ def new_run_at(path: str | os.PathLike[str]) -> RunFolder:
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        taken = any(path.iterdir())
+        taken = any(item.name != SUBMISSION for item in path.iterdir())
     except FileExistsError:
         raise _cannot_make(path, "a file is in the way") from None
     except OSError as error:
@@ -308,7 +335,8 @@ def run_at(path: str | os.PathLike[str]) -> RunFolder:
 
 def _is_trace(name: str) -> bool:
     """Whether a launcher that was killed early leaves this in a folder."""
-    return name in (".lock", _CONFIG_PART, "logs", "checkpoints") or name.startswith(_MARK)
+    traces = (".lock", _CONFIG_PART, "logs", "checkpoints", SUBMISSION)
+    return name in traces or name.startswith(_MARK)
 
 
 def open_run(path: str | os.PathLike[str]) -> RunFolder:

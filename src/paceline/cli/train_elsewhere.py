@@ -1,0 +1,97 @@
+"""``paceline train --on ENGINE``: hand a run to what starts it elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from paceline.cli.console import say
+from paceline.cli.train_report import exit_status
+from paceline.cli.train_request import TrainRequest
+from paceline.config import Config
+from paceline.config.launch_engines import ENGINES
+from paceline.errors import ConfigError
+from paceline.launch.engines import ClusterJob, LaunchEngine, engine_named
+from paceline.launch.run_choice import RunChoice
+from paceline.launch.run_folder import open_run
+
+_ENGINES_OWN = ("launch.on", "launch.nnodes", "launch.rdzv", "launch.secret")
+"""What the launcher on each machine is told by the engine."""
+_SECTIONS = tuple(f"launch.{name}" for name in ENGINES if name != "local")
+"""What only the engine needs to know."""
+
+
+def run_elsewhere(request: TrainRequest) -> None:
+    """Check what can be checked here, and hand the run to its engine."""
+    engine = engine_named(request.engine())
+    config = _load(request, engine)
+    job = _job(request, config)
+    if request.dry_run:
+        say(engine.plan(job).rstrip("\n"))
+        return
+    try:
+        status = engine.start(job)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        raise SystemExit(exit_status(stop)) from None
+    if status:
+        raise SystemExit(status)
+
+
+def _load(request: TrainRequest, engine: LaunchEngine) -> Config:
+    """The config, with every problem of it and of the engine's section at once."""
+    source = _source(request)
+    is_script = request.script is not None
+    unchecked = request.load(source, checked=False)
+    problems = engine.problems(unchecked)
+    if not is_script:
+        try:
+            request.load(source, devices=engine.gpus_per_machine(unchecked))
+        except ConfigError as error:
+            problems = [*error.problems, *problems]
+    if problems:
+        raise ConfigError(problems)
+    return unchecked
+
+
+def _is_for_engine(override: str) -> bool:
+    key = override.partition("=")[0].strip()
+    return key in _ENGINES_OWN or ".".join(key.split(".")[:2]) in _SECTIONS
+
+
+def _source(request: TrainRequest) -> Path | None:
+    if request.script is not None:
+        return None
+    if request.resume is not None:
+        return open_run(request.resume).config
+    return next((Path(os.path.abspath(config)) for config in request.configs), None)
+
+
+def _job(request: TrainRequest, config: Config) -> ClusterJob:
+    if request.auto:
+        assert request.run_dir is not None
+        run = Path(request.run_dir)
+    elif request.resume is not None:
+        run = open_run(request.resume).path
+    else:
+        name = config.name if request.script is None else Path(request.script).stem
+        choice = RunChoice(run_dir=request.run_dir, root=config.track.run_dir, name=name)
+        run = choice.name_it() if request.dry_run else choice.make().path
+    return ClusterJob(
+        config=config,
+        train=tuple(_arguments(request)),
+        script_arguments=tuple(request.script_arguments),
+        run=Path(os.path.abspath(run)),
+        folder=Path.cwd(),
+        resume=request.resume is not None,
+        apply=request.apply,
+    )
+
+
+def _arguments(request: TrainRequest) -> list[str]:
+    """What is trained, as arguments of ``paceline train`` that hold in any folder."""
+    given = [text for text in (*request.flags, *request.overrides) if not _is_for_engine(text)]
+    if request.script is not None:
+        source = ["--script", os.path.abspath(request.script)]
+    else:
+        source = [os.path.abspath(config) for config in request.configs]
+    return [*source, *(word for text in given for word in ("--set", text))]
