@@ -77,7 +77,11 @@ def hostile_values(count: int = 10_000, seed: int = 0) -> list[str]:
     return list(found)[:count]
 
 
-class Yaml12(yaml.SafeLoader):
+# libyaml's, where PyYAML was built with it: the same, and ten times as fast.
+Yaml11: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class Yaml12(Yaml11):
     """Reads plain scalars by the core schema of YAML 1.2, as Go's readers (kubectl's) largely do.
 
     PyYAML's own loaders follow YAML 1.1, where ``1e3`` and ``0o17`` are text and ``yes`` is not.
@@ -98,4 +102,4 @@ for _tag, _pattern in {
 
 def read_in_both_ways(text: str) -> list[list[Any]]:
     """The documents of a YAML text as readers of YAML 1.1 and of YAML 1.2 see them."""
-    return [list(yaml.load_all(text, Loader=loader)) for loader in (yaml.SafeLoader, Yaml12)]
+    return [list(yaml.load_all(text, Loader=loader)) for loader in (Yaml11, Yaml12)]
