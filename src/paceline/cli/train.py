@@ -10,6 +10,9 @@ import typer
 from paceline.cli.console import say
 from paceline.cli.options import Overrides, SecretFile, ShareGpu, Spread, file_reference
 
+AUTO = "auto"
+"""``--resume auto``; a folder of that name is ``--resume ./auto``."""
+
 
 def train(
     arguments: Annotated[
@@ -68,7 +71,19 @@ def train(
     ] = False,
     overrides: Overrides = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="Go on with the run in this folder.")
+        str | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Go on with the run in this folder; auto: with that in --run-dir, or start it.",
+        ),
+    ] = None,
+    which: Annotated[
+        str | None,
+        typer.Option(
+            metavar="best|last|STEP",
+            help="With --resume: go back to this checkpoint; later ones are set aside.",
+            show_default=False,
+        ),
     ] = None,
     run_dir: Annotated[
         str | None,
@@ -138,10 +153,12 @@ def train(
                 if v is not None
             },
             overrides=list(overrides or []),
-            resume=resume,
+            resume=None if resume == AUTO else resume,
             run_dir=run_dir,
             dry_run=dry_run,
             apply=apply,
+            which=which,
+            auto=resume == AUTO,
         )
         request.check(layout)
         if request.is_elsewhere():

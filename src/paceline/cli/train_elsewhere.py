@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 
 from paceline.cli.console import say
@@ -62,14 +61,13 @@ def _is_for_engine(override: str) -> bool:
 def _source(request: TrainRequest) -> Path | None:
     if request.script is not None:
         return None
-    if request.resume not in (None, "auto"):
+    if request.resume is not None:
         return open_run(request.resume).config
     return next((Path(os.path.abspath(config)) for config in request.configs), None)
 
 
 def _job(request: TrainRequest, config: Config) -> ClusterJob:
-    resume = request.resume is not None and request.resume != "auto"
-    if request.resume == "auto":
+    if request.auto:
         assert request.run_dir is not None
         run = Path(request.run_dir)
     elif request.resume is not None:
@@ -84,7 +82,7 @@ def _job(request: TrainRequest, config: Config) -> ClusterJob:
         script_arguments=tuple(request.script_arguments),
         run=Path(os.path.abspath(run)),
         folder=Path.cwd(),
-        resume=resume,
+        resume=request.resume is not None,
         apply=request.apply,
     )
 
@@ -93,9 +91,7 @@ def _arguments(request: TrainRequest) -> list[str]:
     """What is trained, as arguments of ``paceline train`` that hold in any folder."""
     given = [text for text in (*request.flags, *request.overrides) if not _is_for_engine(text)]
     if request.script is not None:
-        flags = [request.flags[text] for text in given if text in request.flags]
-        words = [word for flag in flags for word in shlex.split(flag)]
-        return ["--script", os.path.abspath(request.script), *words]
-    source = next(iter(request.configs), None)
-    configs = [] if source is None else [os.path.abspath(source)]
-    return [*configs, *(word for text in given for word in ("--set", text))]
+        source = ["--script", os.path.abspath(request.script)]
+    else:
+        source = [os.path.abspath(config) for config in request.configs]
+    return [*source, *(word for text in given for word in ("--set", text))]

@@ -15,6 +15,7 @@ from paceline.config.endpoints import endpoints
 from paceline.config.fields import node_range
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import Event, EventLog
+from paceline.launch.allocation import started_by_tasks
 from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder, has_mark
 from paceline.launch.secret import find_secret, open_to_strangers
@@ -49,15 +50,14 @@ class Joined:
         """Whether this machine is node 0, which writes the run's events and shows them."""
         return self.rendezvous.node == 0
 
-    def job_options(self, config: Config | None = None) -> dict[str, Any]:
-        """What a ``LocalJob`` needs to know of it; ``config`` is ``None`` for a script."""
+    def job_options(self, config: Config, *, is_script: bool = False) -> dict[str, Any]:
+        """What a ``LocalJob`` needs to know of it."""
         options: dict[str, Any] = {
             "rendezvous": lambda: self.rendezvous,
             "host": self.rendezvous.host,
-            "env": self.env,
+            "env": {**self.env, **config.launch.env},
         }
-        if config is not None:
-            options["env"] = {**self.env, **config.launch.env}
+        if not is_script:
             options["usable_ranks"] = usable_ranks_of(config)
             options["events_dir"] = self.run.path if self.shared or self.is_main else None
         return options
@@ -88,6 +88,7 @@ class SharedRunFolder:
         self._log: EventLog | None = None
         self.run: RunFolder | None = None
         self.shared = True
+        self._goes_on = choice.resume is not None
         self.is_over: Callable[[], bool] = lambda: False
 
     def make(self) -> RunInfo:
@@ -98,10 +99,11 @@ class SharedRunFolder:
         identity = uuid.uuid4().hex
         places = self._checkpoint_places(run)
         self._hold(run, identity)
+        self._goes_on = self._choice.goes_on(run)
         run.mark(identity, places)
         self._stack.callback(self._unmark, run, identity, places)
         self._save_config(run)
-        return RunInfo(str(run.path), identity, tuple(places), self._choice.resume is not None)
+        return RunInfo(str(run.path), identity, tuple(places), self._goes_on)
 
     def take(self, run: RunInfo) -> None:
         """Take part in a run that another machine made, in its folder or in one like it.
@@ -109,6 +111,7 @@ class SharedRunFolder:
         Nothing is written to a folder that this launcher was not asked to use.
         """
         folder = self._choice.take(run.path)
+        self._goes_on = run.resume
         places = self._checkpoint_places(folder)
         if places != list(run.checkpoint_folders):
             raise ConfigError(
@@ -163,7 +166,7 @@ class SharedRunFolder:
 
     def _save_config(self, run: RunFolder) -> None:
         """Of a new run. One that goes on has settings, which stay until its ranks take new ones."""
-        if self._config_text is not None and self._choice.resume is None:
+        if self._config_text is not None and not self._goes_on:
             run.save_config(self._config_text)
 
     def _checkpoint_places(self, run: RunFolder) -> list[str]:
@@ -245,6 +248,26 @@ def meet(
     if not nodes.shared:
         rendezvous.forwarder.logs = LogTail(nodes.run.logs, rendezvous.host)
     return Joined(rendezvous, nodes.run, rendezvous.run.resume, nodes.shared, env)
+
+
+def refuse_copies(config: Config) -> None:
+    """Refuse to start where SLURM or MPI starts this command several times, a run each time."""
+    if (started := started_by_tasks()) is None:
+        return
+    name, tasks = started
+    most = node_range(config.launch.nnodes)[1]
+    if config.launch.rdzv is None:
+        raise ConfigError(
+            f"{name} started paceline train {tasks} times, and each would start a run of its own. "
+            f"Start it once, outside of {name}; or once on each machine, and have them meet: "
+            f"paceline train --nnodes {tasks} --rdzv HOST:PORT. A script that {name} starts once "
+            "for each rank needs no paceline train: have it call World.init()."
+        )
+    if tasks > most:
+        raise ConfigError(
+            f"{name} started paceline train {tasks} times, but launch.nnodes={config.launch.nnodes}"
+            f": one on each machine is enough. Start {most} tasks, or set --nnodes {tasks}."
+        )
 
 
 def asked_of(config: Mapping[str, Any], **more: str) -> dict[str, str]:

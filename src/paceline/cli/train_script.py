@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from paceline.cli.console import say
-from paceline.cli.train_nodes import meet_about
+from paceline.cli.train_nodes import meet_about, refuse_copies
 from paceline.cli.train_report import exit_status, say_where
 from paceline.cli.train_request import TrainRequest
 from paceline.config import resolve
@@ -25,17 +25,22 @@ def run_script(request: TrainRequest) -> None:
     # Only for the number of ranks and restarts: what the demo would say to it is no matter.
     config = resolve(request.load(None, checked=False))
     request.check_nodes(config)
+    refuse_copies(config)
     assert isinstance(config.launch.nproc, int)
-    choice = RunChoice(run_dir=request.run_dir, name=script.stem)
+    choice = RunChoice(run_dir=request.run_dir, name=script.stem, auto=request.auto)
     command = ["script", str(script), *request.script_arguments]
     with contextlib.ExitStack() as stack:
         joined = None
         if config.launch.rdzv is not None:
             joined = meet_about(config, choice, stack, script=" ".join(command))
             say(joined.where(), error=True)
-        run = choice.make() if joined is None else joined.run
+            run = joined.run
+        else:
+            run = choice.make()
+            stack.enter_context(run.in_use())
         # A script may not be made to run twice: its restarts, unlike a config's, must be asked for.
         restarts = config.launch.max_restarts if request.asks_for("launch.max_restarts") else 0
+        more = {"env": config.launch.env}
         job = LocalJob(
             command=command,
             nproc=config.launch.nproc,
@@ -45,7 +50,7 @@ def run_script(request: TrainRequest) -> None:
             grace=config.launch.grace,
             # What a script does between two collectives is its own affair: only reported.
             hang_watcher=lambda: HangOverseer(action="wait", events_dir=run.path),
-            **({} if joined is None else joined.job_options()),
+            **(more if joined is None else joined.job_options(config, is_script=True)),
         )
         try:
             launch(job)

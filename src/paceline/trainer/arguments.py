@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.locate import Which, check_which
 from paceline.errors import CheckpointError, ConfigError, TrainingError
 from paceline.launch.environment import read_environment
 from paceline.launch.run_folder import check_name
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
 from paceline.trainer.evaluate import WholeSet
+from paceline.trainer.stateful_metrics import has_state
 
 
 def check_looking_on(callbacks: Any, metrics: Any, trackers: Any) -> None:
@@ -90,15 +92,27 @@ def check_restarts(max_restarts: int | None) -> None:
         )
 
 
-def check_folder(trainer: TrainerBase, resume: bool) -> None:
+Resume = bool | Which
+"""Whether ``fit`` goes on with the run in its folder; or from which of its checkpoints."""
+
+
+def check_folder(trainer: TrainerBase, resume: Resume) -> None:
     """Refuse to write over a run: a folder that holds one is continued or left alone."""
+    if not isinstance(resume, bool):
+        try:
+            check_which(resume)
+        except CheckpointError:
+            raise TrainingError(
+                f"fit(resume={resume!r}): it is True, 'best', 'last' or the number of a step; or "
+                "False to start anew."
+            ) from None
     if trainer.run_dir is None:
-        if resume:
-            raise TrainingError("fit(resume=True) needs a run_dir to resume from.")
+        if resume is not False:
+            raise TrainingError(f"fit(resume={resume!r}) needs a run_dir to resume from.")
         return
     check_writable(trainer.run_dir)
     restarted = (place := read_environment()) is not None and place.restart_count > 0
-    if resume or restarted:
+    if resume is not False or restarted:
         return
     assert trainer.checkpoint_dir is not None
     folder = Folder(trainer.checkpoint_dir, dict(trainer.checkpoint.storage or {}) or None)
@@ -125,7 +139,17 @@ def check_uses_of_val(trainer: TrainerBase, val: Any) -> None:
                 raise TrainingError("EarlyStopping needs validation data: pass val to fit().")
             watched.append(("EarlyStopping", callback.metric))
     for who, metric in watched:
-        value_of(dict.fromkeys(_measured(trainer), 0.0), metric, who)
+        if not _is_of_several(trainer, metric):
+            value_of(dict.fromkeys(_measured(trainer), 0.0), metric, who)
+
+
+def _is_of_several(trainer: TrainerBase, watched: str) -> bool:
+    """Whether it is one value of a metric with several, such as a collection of torchmetrics.
+
+    Which values that has, the first evaluation shows.
+    """
+    plain = watched.removeprefix("ema/") if trainer.engine_options.ema is not None else watched
+    return any(has_state(m) and plain.startswith(f"{n}/") for n, m in trainer.metrics.items())
 
 
 def _measured(trainer: TrainerBase) -> list[str]:
