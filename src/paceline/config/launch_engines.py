@@ -32,14 +32,6 @@ class Slurm(Section):
     gpus_per_node: Positive | None = Field(default=None, description="GPUs of every node.")
 
 
-class Kubernetes(Section):
-    """Launching on Kubernetes: one pod for every machine, one launcher in each."""
-
-    image: str | None = Field(default=None, min_length=1, description="The image of the pods.")
-    namespace: str | None = Field(default=None, min_length=1, description="Namespace.")
-    gpus: Positive | None = Field(default=None, description="GPUs of every pod.")
-
-
 class Ray(Section):
     """Launching by Ray Train, which places the ranks."""
 
