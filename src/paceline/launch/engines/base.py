@@ -49,6 +49,7 @@ class ClusterJob:
         self,
         *more: str,
         python: str = sys.executable,
+        run: str | None = None,
         rdzv: str | None = None,
         secret_file: str | None = None,
         train: Sequence[str] | None = None,
@@ -56,12 +57,12 @@ class ClusterJob:
         """The command for one machine.
 
         It is safe to repeat: it starts the run, or goes on with it. ``rdzv`` is where the machines
-        meet, ``more`` further arguments; ``train`` stands in for ``self.train`` where files lie
-        elsewhere on that machine.
+        meet, ``more`` further arguments; ``train`` and ``run`` stand in for ``self.train`` and
+        ``self.run`` where files lie elsewhere on that machine.
         """
         meet = () if rdzv is None else ("--rdzv", rdzv, "--nnodes", str(self.config.launch.nnodes))
         secret = () if secret_file is None else ("--secret-file", secret_file)
-        run = str(self.run)
+        run = str(self.run) if run is None else run
         folder = ("--resume", run) if self.resume else ("--run-dir", run, "--resume", "auto")
         after = ("--", *self.script_arguments) if self.script_arguments else ()
         what = self.train if train is None else train
