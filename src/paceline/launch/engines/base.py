@@ -13,6 +13,9 @@ from paceline.config.fields import node_range
 from paceline.launch.engines.submission import Submission
 from paceline.launch.run_folder import SUBMISSION
 
+INDEX = "{index}"
+"""Stands in values for the number of a run, where an engine starts several at once."""
+
 
 @dataclass(frozen=True)
 class ClusterJob:
@@ -100,6 +103,13 @@ class LaunchEngine(RunControl):
     @abc.abstractmethod
     def gpus_per_machine(self, config: Config) -> int:
         """How many GPUs every machine will have, as far as is known here; 0 where it is not."""
+
+    def index_of_sample(self, overrides: Sequence[str]) -> str | None:
+        """For an engine that starts several runs at once: the number of one of them.
+
+        By it the config is checked, where ``overrides`` hold ``{index}`` for that number.
+        """
+        return None
 
     @abc.abstractmethod
     def plan(self, job: ClusterJob) -> str:

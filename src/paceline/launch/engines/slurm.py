@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config import Config
-from paceline.config.fields import node_range
 from paceline.config.slurm_fields import seconds_of
 from paceline.errors import ConfigError, LaunchError
-from paceline.launch.engines.base import ClusterJob, LaunchEngine
-from paceline.launch.engines.local import show_log
-from paceline.launch.engines.slurm_commands import JobState, need, run_command, states_of
+from paceline.launch.engines.base import INDEX, ClusterJob, LaunchEngine
+from paceline.launch.engines.local import newest_log, show_log
+from paceline.launch.engines.slurm_commands import JobState, need, run_command, states_of, tell_step
 from paceline.launch.engines.slurm_script import SECRET, script_of
 from paceline.launch.engines.submission import Submission
 from paceline.launch.run_folder import SUBMISSION
@@ -68,6 +68,10 @@ class SlurmEngine(LaunchEngine):
         found = [_GPUS.fullmatch(part) for part in (slurm.gres or "").split(",")]
         return sum(int(match[1] or 1) for match in found if match)
 
+    def index_of_sample(self, overrides: Sequence[str]) -> str | None:
+        """0, where a value is one for each run of an array."""
+        return "0" if any(INDEX in text for text in overrides) else None
+
     def plan(self, job: ClusterJob) -> str:
         """The script."""
         _check(job)
@@ -79,13 +83,14 @@ class SlurmEngine(LaunchEngine):
         script = script_of(job)
         try:
             need("sbatch")
-            file = _write(job, script)
+            file = prepare(job) / SCRIPT
+            write_private(file, script.encode("utf-8", "surrogateescape"))
             said = run_command(["sbatch", "--parsable", str(file)]).strip()
             number, _, cluster = said.partition(";")
             if not _JOB.fullmatch(number):
                 raise LaunchError(f"sbatch answered {printable(said)!r}, which is no job's number.")
         except (ConfigError, LaunchError, OSError) as error:
-            _take_back(job)
+            take_back(job)
             if isinstance(error, OSError):
                 raise LaunchError(
                     f"{str(job.submission)!r} cannot be written: {error.strerror or error}."
@@ -107,6 +112,10 @@ class SlurmEngine(LaunchEngine):
     def logs(self, submission: Submission, *, follow: bool) -> int:
         """What the job has printed: of an array, the job that wrote last."""
         folder = submission.run / SUBMISSION
+        if "step" in submission.details:  # srun printed it where it was typed
+            going_on = _Asked(submission) if follow else None
+            show_log(newest_log(submission.run, 0), follow=going_on)
+            return 0
         while not (files := list(folder.glob(f"slurm-{submission.job}*.out"))):
             if not follow or not _goes_on(submission):
                 raise ConfigError(
@@ -122,6 +131,10 @@ class SlurmEngine(LaunchEngine):
         found = [state for state in _states(submission) if not state.is_over]
         if not found:
             raise ConfigError(f"{submission.run}: {self.status(submission)}.")
+        if "step" in submission.details:
+            if not tell_step(submission.job, submission.details["step"], "TERM"):
+                raise ConfigError(f"{submission.run}: the run is over, its job goes on.")
+            return f"the run saves and leaves (SIGTERM); job {submission.job} goes on"
         where = _where(submission)
         running = [state for state in found if state.state == "RUNNING"]
         grace = float(submission.details.get("grace", "15"))
@@ -154,7 +167,14 @@ class _Asked:
 
 def _check(job: ClusterJob) -> None:
     """What can be known of a job alone, not of its config."""
-    if job.config.launch.slurm.array is not None and job.resume:
+    array = job.config.launch.slurm.array
+    varied = [text for text in (*job.train, *job.script_arguments) if INDEX in text]
+    if varied and array is None:
+        raise ConfigError(
+            f"{varied[0]}: {INDEX} is the number of a run in an array of them; ask for one with "
+            "--set launch.slurm.array=0-3"
+        )
+    if array is not None and job.resume:
         raise ConfigError(
             f"--resume {job.run} with launch.slurm.array: an array goes on with --run-dir "
             f"{job.run} --resume auto"
@@ -166,16 +186,15 @@ def _check(job: ClusterJob) -> None:
         )
 
 
-def _write(job: ClusterJob, script: str) -> Path:
+def prepare(job: ClusterJob) -> Path:
+    """Make the folder of the submission, with a secret for the machines of the run."""
     job.submission.mkdir(parents=True, exist_ok=True)
-    file = job.submission / SCRIPT
-    write_private(file, script.encode("utf-8", "surrogateescape"))
-    if node_range(job.config.launch.nnodes)[1] > 1 and not (job.submission / SECRET).exists():
+    if job.nodes[1] > 1 and not (job.submission / SECRET).exists():
         make_secret(job.submission / SECRET)
-    return file
+    return job.submission
 
 
-def _take_back(job: ClusterJob) -> None:
+def take_back(job: ClusterJob) -> None:
     """Remove what was written for a job that there is not; a run that was there stays."""
     if not (job.run / "config.yaml").exists():
         for name in (SCRIPT, SECRET):

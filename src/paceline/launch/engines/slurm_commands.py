@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -13,8 +14,10 @@ from paceline.untrusted import printable
 
 _SECONDS = 60.0
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z:/]+)=(\S*)")
-_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
-_OVER += ("DEADLINE", "PREEMPTED", "REVOKED")
+_OVER = frozenset(
+    "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED "
+    "REVOKED".split()
+)
 _HINTS = {
     "partition": "sinfo lists the partitions; name one with launch.slurm.partition",
     "account": "name one of yours with launch.slurm.account",
@@ -132,3 +135,14 @@ def _from_accounting(job: str, where: Sequence[str]) -> list[JobState]:
     rows = [line.split("|") for line in lines if line.count("|") == 3]
     # "CANCELLED by 1000"
     return [JobState(row[0], row[1].split()[0], "", row[2], row[3]) for row in rows if row[1]]
+
+
+def tell_step(job: str, name: str, signal_name: str) -> bool:
+    """Send a signal to the launchers of the step of this name; whether there is one."""
+    with contextlib.suppress(LaunchError):
+        for line in run_command(["squeue", "-h", "-s", "-j", job, "-o", "%i %j"]).splitlines():
+            number, _, called = line.strip().partition(" ")
+            if called == name:
+                run_command(["scancel", f"--signal={signal_name}", number])
+                return True
+    return False

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 
 from paceline.config.launch_engines import Slurm
 from paceline.errors import ConfigError
-from paceline.launch.engines.base import ClusterJob
+from paceline.launch.engines.base import INDEX, ClusterJob
 from paceline.version import __version__
 
 SECRET = "secret"
 """The file in the folder of the submission that only the machines of the run may read."""
-INDEX = "{index}"
-"""Stands for the number of a run in a job array."""
 LAUNCHER_WAIT_SECONDS = 120
 """How long the other launchers may take, after one has ended, beyond the time they have to save."""
 _OWN_INDEX = '"${SLURM_ARRAY_TASK_ID}"'
