@@ -15,6 +15,7 @@ from paceline.doctor.facts import (
     Gpus,
     ModelSize,
     RunPlan,
+    StartedBy,
     Versions,
 )
 from paceline.doctor.finding import problems
@@ -58,6 +59,16 @@ def test_torch_that_cannot_be_imported_is_one_finding() -> None:
     [finding] = checks_machine.versions(with_machine(0, versions=versions))
     assert finding.level == "failed"
     assert "node0: torch cannot be used: no torch" in finding.found
+
+
+def test_the_launcher_is_named_with_its_variables() -> None:
+    [first, *_] = checks_machine.launcher(cluster(1))
+    assert first.found == "node0: none; a script that is started here runs alone"
+    by = StartedBy("Open MPI", ("OMPI_COMM_WORLD_RANK",), "rank 1 of 2, which meet at a:1")
+    [first, *_] = checks_machine.launcher(with_machine(0, started_by=by))
+    assert first.found == "node0: Open MPI, by OMPI_COMM_WORLD_RANK: rank 1 of 2, which meet at a:1"
+    [first, *_] = checks_machine.launcher(with_machine(0, started_by=StartedBy(problem="no size")))
+    assert (first.level, first.found) == ("warning", "node0: no size")
 
 
 def test_more_ranks_than_cores_and_too_many_threads() -> None:

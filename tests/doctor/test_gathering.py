@@ -102,6 +102,19 @@ def test_limits_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None
     assert 0 < limits.memory_free <= limits.memory_total
 
 
+def test_the_launcher_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts_host.gather_started_by().launcher == "none"
+    for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    found = facts_host.gather_started_by()
+    assert found.launcher == "Open MPI"
+    assert "OMPI_COMM_WORLD_RANK" in found.variables
+    assert found.where == "rank 1 of 2, which meet at 127.0.0.1:29500"
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
+    assert "OMPI_COMM_WORLD_SIZE is not" in facts_host.gather_started_by().problem
+
+
 def test_control_group_limits_memory_and_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

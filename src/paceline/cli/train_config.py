@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.console import say
-from paceline.cli.train_nodes import Joined, meet_about
+from paceline.cli.train_nodes import Joined, meet_about, refuse_copies
 from paceline.cli.train_report import (
     exit_status,
     has_checkpoint,
@@ -52,6 +52,7 @@ def run_config(request: TrainRequest) -> None:
         with contextlib.suppress(ConfigError):  # said, with all other problems, by request.load
             request.adjust_ranks_of(load(source))
         config = resolve(request.load(source))
+    refuse_copies(config)
     choice = RunChoice(request.resume, request.run_dir, config.track.run_dir, config.name)
     with contextlib.ExitStack() as stack:
         joined = None

@@ -15,6 +15,7 @@ from paceline.config.endpoints import endpoints
 from paceline.config.fields import node_range
 from paceline.errors import ConfigError, LaunchError
 from paceline.events import Event, EventLog
+from paceline.launch.allocation import started_by_tasks
 from paceline.launch.run_choice import RunChoice
 from paceline.launch.run_folder import RunFolder, has_mark
 from paceline.launch.secret import find_secret, open_to_strangers
@@ -245,6 +246,26 @@ def meet(
     if not nodes.shared:
         rendezvous.forwarder.logs = LogTail(nodes.run.logs, rendezvous.host)
     return Joined(rendezvous, nodes.run, rendezvous.run.resume, nodes.shared, env)
+
+
+def refuse_copies(config: Config) -> None:
+    """Refuse to start where SLURM or MPI starts this command several times, a run each time."""
+    if (started := started_by_tasks()) is None:
+        return
+    name, tasks = started
+    most = node_range(config.launch.nnodes)[1]
+    if config.launch.rdzv is None:
+        raise ConfigError(
+            f"{name} started paceline train {tasks} times, and each would start a run of its own. "
+            f"Start it once, outside of {name}; or once on each machine, and have them meet: "
+            f"paceline train --nnodes {tasks} --rdzv HOST:PORT. A script that {name} starts once "
+            "for each rank needs no paceline train: have it call World.init()."
+        )
+    if tasks > most:
+        raise ConfigError(
+            f"{name} started paceline train {tasks} times, but launch.nnodes={config.launch.nnodes}"
+            f": one on each machine is enough. Start {most} tasks, or set --nnodes {tasks}."
+        )
 
 
 def asked_of(config: Mapping[str, Any], **more: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from paceline.cli.console import say
-from paceline.cli.train_nodes import meet_about
+from paceline.cli.train_nodes import meet_about, refuse_copies
 from paceline.cli.train_report import exit_status, say_where
 from paceline.cli.train_request import TrainRequest
 from paceline.config import resolve
@@ -25,6 +25,7 @@ def run_script(request: TrainRequest) -> None:
     # Only for the number of ranks and restarts: what the demo would say to it is no matter.
     config = resolve(request.load(None, checked=False))
     request.check_nodes(config)
+    refuse_copies(config)
     assert isinstance(config.launch.nproc, int)
     choice = RunChoice(run_dir=request.run_dir, name=script.stem)
     command = ["script", str(script), *request.script_arguments]

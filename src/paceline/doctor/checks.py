@@ -11,6 +11,7 @@ from paceline.doctor.finding import Finding
 CHECKS: Sequence[Callable[[ClusterFacts], list[Finding]]] = (
     checks_machine.config,
     checks_machine.versions,
+    checks_machine.launcher,
     checks_network.meeting,
     checks_network.reach,
     checks_network.ports,

@@ -94,6 +94,26 @@ def _versions_in_words(facts: ClusterFacts) -> str:
     return ", ".join(parts) + equal
 
 
+def launcher(facts: ClusterFacts) -> list[Finding]:
+    """Which launcher a script that is started here would recognise, and by what."""
+    findings = []
+    for machine in facts.machines:
+        by = machine.started_by
+        if by.problem:
+            fix = (
+                "A script that is started in the same way gets this error; paceline train may not."
+            )
+            findings.append(warning("launcher", f"{machine.name}: {by.problem}", fix))
+        elif by.launcher == "none":
+            found = f"{machine.name}: none; a script that is started here runs alone"
+            findings.append(ok("launcher", found))
+        else:
+            variables = ", ".join(by.variables)
+            found = f"{machine.name}: {by.launcher}, by {variables}: {by.where}"
+            findings.append(ok("launcher", found))
+    return findings
+
+
 def cores(facts: ClusterFacts) -> list[Finding]:
     """Whether ranks and their threads have cores to run on."""
     findings = []

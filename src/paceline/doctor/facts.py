@@ -152,6 +152,18 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
+class StartedBy:
+    """The launcher that ``World.init`` would recognise where the doctor was started."""
+
+    launcher: str = "none"
+    variables: tuple[str, ...] = ()
+    where: str = ""
+    """The rank that it makes of this process, and where the ranks meet."""
+    problem: str = ""
+    """Why its variables are refused."""
+
+
+@dataclass(frozen=True)
 class Machine:
     """Everything that one machine found out about itself."""
 
@@ -163,6 +175,7 @@ class Machine:
     folders: tuple[FolderFacts, ...] = ()
     model: ModelSize = ModelSize()
     plan: RunPlan = RunPlan()
+    started_by: StartedBy = StartedBy()
     peers: tuple[Lookup, ...] = ()
     """The other machines' names, looked up here."""
 

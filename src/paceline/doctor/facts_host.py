@@ -9,7 +9,10 @@ import resource
 import subprocess
 from pathlib import Path
 
-from paceline.doctor.facts import SystemLimits
+from paceline.doctor.facts import StartedBy, SystemLimits
+from paceline.errors import WorldError
+from paceline.launch.allocation import check_not_left_alone
+from paceline.launch.environment import read_environment
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = "/dev/shm"
@@ -35,6 +38,20 @@ def gather_limits() -> SystemLimits:
         memory_free=free,
         memory_group=group,
     )
+
+
+def gather_started_by() -> StartedBy:
+    """Which launcher's variables are set here, and what a rank would make of them."""
+    try:
+        env = read_environment()
+        if env is None:
+            check_not_left_alone()
+            return StartedBy()
+    except WorldError as error:
+        return StartedBy(problem=str(error))
+    meet = "" if env.address is None else f", which meet at {env.address}:{env.port}"
+    where = f"rank {env.rank} of {env.size}{meet}"
+    return StartedBy(env.launcher, env.variables, where)
 
 
 def usable_cores() -> int:

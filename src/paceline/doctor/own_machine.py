@@ -17,7 +17,12 @@ from paceline.doctor.facts import ClusterFacts, Gpus, Machine, ModelSize, Networ
 from paceline.doctor.facts_config import Asked
 from paceline.doctor.facts_folders import Tokens
 from paceline.doctor.facts_gpus import gather_gpus
-from paceline.doctor.facts_host import gather_limits, git_commit, python_version
+from paceline.doctor.facts_host import (
+    gather_limits,
+    gather_started_by,
+    git_commit,
+    python_version,
+)
 from paceline.doctor.facts_network import gather_network
 from paceline.doctor.prober import ProbeJob, Prober
 from paceline.version import __version__
@@ -142,6 +147,7 @@ class OwnMachine:
             folders=folders,
             model=self._model_size(),
             plan=self.asked.plan,
+            started_by=gather_started_by(),
         )
 
     def _model_size(self) -> ModelSize:

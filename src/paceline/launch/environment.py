@@ -1,7 +1,8 @@
 """The environment of a rank: the variables that a launcher sets, and how a process reads them.
 
-They are torchrun's, so that scripts run under either. ``read_environment`` reads and checks
-them: ``RANK`` and ``WORLD_SIZE`` decide; with neither (and no ``LOCAL_RANK``) the process runs
+``read_environment`` reads and checks them by the table in ``launchers.py``: torchrun's own
+(``RANK``, ``WORLD_SIZE``, …), which we set as well, so that scripts run under either; those of
+SLURM, Open MPI, MPICH and PMI; the index of a Kubernetes job. With none of them the process runs
 alone. ``shared_variables`` and ``rank_variables`` are what our launcher sets.
 
 No torch here, so that a command line starts quickly.
@@ -13,29 +14,34 @@ import os
 import site
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import WorldError
+from paceline.launch.launchers import (
+    BY_HAND,
+    KUBERNETES,
+    SLURM,
+    Launcher,
+    task_launchers,
+    torch_launcher,
+)
 from paceline.launch.listening import is_loopback
 from paceline.launch.logs import RankLogs
+from paceline.launch.master_address import derived_address, derived_port
+from paceline.launch.slurm_nodes import expand_counts
+from paceline.launch.variable_reader import VariableReader, whole_number
 
-# Any of these says that a launcher started this process. MASTER_ADDR alone does not: it is an
-# address that clusters export everywhere, and says nothing of ranks.
-_MEMBERSHIP = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"
 """How many collectives torch remembers; it looks before the first process group is made."""
 COLLECTIVES_REMEMBERED = 256
 SECRET = "PACELINE_SECRET"
 SECRET_FILE = "PACELINE_SECRET_FILE"
 """Who may take part in a run, see ``secret.py``: for launchers, never passed on to ranks."""
-LAUNCHER_PID = "PACELINE_LAUNCHER_PID"
 LOG_FILE = "PACELINE_LOG_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where a rank writes the error that ends it; the elastic agent's own name for it."""
-_NEXT_STEP = (
-    "Start the script with torchrun or `paceline train --script`, or unset these variables."
-)
+_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,17 @@ class Environment:
     """``MASTER_ADDR``; ``None`` only for a single rank that was given no address."""
     port: int | None
     restart_count: int
-    """How often the elastic agent has restarted this world (``TORCHELASTIC_RESTART_COUNT``)."""
+    """How often this world was started again: by the elastic agent, or by SLURM's requeue."""
     store_is_hosted: bool
     """The launcher already serves the store at ``address:port``; no rank has to."""
+    launcher: str = field(default="none", compare=False)
+    """Who started this process, by its name in ``launchers.py``."""
+    variables: tuple[str, ...] = field(default=(), compare=False)
+    """By which variables that is known, and what was read from them."""
+    node_is_known: bool = field(default=True, compare=False)
+    """MPI has no number of the node: ranks that join find it out (``paceline.world.joining``)."""
+    has_own_gpus: bool = field(default=False, compare=False)
+    """The launcher shows each rank of a machine GPUs of its own (``srun --gpus-per-task``)."""
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
@@ -68,21 +82,24 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
     wrong would put several ranks on one GPU.
     """
     env = os.environ if environ is None else environ
-    found = [name for name in _MEMBERSHIP if name in env]
-    if not found:
+    sources = _sources(env)
+    if not sources:
         return None
-    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
-    if missing:
-        present = ", ".join(f"{name}={env[name]}" for name in found)
-        raise WorldError(f"{present} is set but {' and '.join(missing)} is not. {_NEXT_STEP}")
-    size = _number(env, "WORLD_SIZE", minimum=1)
-    rank = _number(env, "RANK")
-    _below("RANK", rank, "WORLD_SIZE", size)
-    address, port = _rendezvous(env, size)
-    local_rank, local_size = _local(env, rank, size, address)
-    nodes = _number(env, "GROUP_WORLD_SIZE", minimum=1, default=-(-size // local_size))
-    node = _number(env, "GROUP_RANK", default=rank // local_size)
-    _below("GROUP_RANK", node, "GROUP_WORLD_SIZE", nodes)
+    read = VariableReader(env, sources)
+    read.require("rank", "size")
+    size = read.number("size", minimum=1)
+    rank = read.number("rank")
+    read.check_below("rank", rank, "size", size)
+    if read.task_launcher is not None:
+        local_rank, local_size = _local_of_task(read, rank, size)
+        address, port = _rendezvous_of_task(read, rank, size, local_size)
+    else:
+        address, port = _rendezvous(env, size)
+        local_rank, local_size = _local(read, rank, size, address)
+    node_is_known = read.name_of("node") is not None or local_size == size
+    node = read.number("node", default=rank // local_size)
+    nodes = read.number("nodes", minimum=1, default=max(-(-size // local_size), node + 1))
+    read.check_below("node", node, "nodes", nodes)
     return Environment(
         rank=rank,
         size=size,
@@ -92,32 +109,108 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
         nodes=nodes,
         address=address,
         port=port,
-        restart_count=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
-        store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restart_count=read.number("restarts", default=0),
+        store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and read.task_launcher is None,
+        launcher=read.launcher.name,
+        variables=tuple(read.used),
+        node_is_known=node_is_known or read.task_launcher is None,
+        has_own_gpus=read.task_launcher is SLURM
+        and ("SLURM_GPUS_PER_TASK" in env or "gpu" in env.get("SLURM_TRES_PER_TASK", "")),
     )
+
+
+def _sources(env: Mapping[str, str]) -> list[Launcher]:
+    """Whose variables to read, those of the first that has one count; checked to agree."""
+    by_torch, tasks = torch_launcher(env), task_launchers(env)
+    if by_torch is not None and (by_torch is not BY_HAND or not tasks):
+        return [by_torch]  # what they inherited from the launchers outside is no matter
+    if not tasks:
+        return []
+    chosen = tasks[0]
+    for other in tasks[1:]:
+        _check_agreement(env, chosen, other)
+    if by_torch is None:
+        return [chosen]
+    has_both = "RANK" in env and "WORLD_SIZE" in env
+    if has_both and (chosen is KUBERNETES or _is_inside(env, chosen)):
+        return [by_torch]
+    _check_agreement(env, by_torch, chosen)
+    return [by_torch, chosen]
+
+
+def _is_inside(env: Mapping[str, str], outer: Launcher) -> bool:
+    """Whether torch's variables are those of ranks that a task of ``outer`` started itself.
+
+    As scripts with ``torch.multiprocessing.spawn`` do: every task starts equally many.
+    """
+    torchs, tasks = VariableReader(env, [BY_HAND]), VariableReader(env, [outer])
+    tasks.require("rank", "size")
+    size, outer_size = torchs.number("size", minimum=1), tasks.number("size", minimum=1)
+    if size <= outer_size or size % outer_size:
+        return False
+    return torchs.number("rank") // (size // outer_size) == tasks.number("rank")
+
+
+def _check_agreement(env: Mapping[str, str], one: Launcher, other: Launcher) -> None:
+    """Refuse two launchers that say different things of this process's rank or the world's size."""
+    first, second = VariableReader(env, [one]), VariableReader(env, [other])
+    for value in ("size", "rank"):
+        names = first.name_of(value), second.name_of(value)
+        if names[0] is None or names[1] is None or other is KUBERNETES:
+            continue
+        if first.number(value) != second.number(value):
+            raise WorldError(
+                f"{names[0]}={env[names[0]]}, but {names[1]}={env[names[1]]} by {other.name}, "
+                f"which started this process: they contradict each other. Unset {names[0]} (and "
+                f"what was set with it), or start as many ranks as it says. {other.fix}"
+            )
 
 
 def _rendezvous(env: Mapping[str, str], size: int) -> tuple[str | None, int | None]:
     """The address and port of the store; a single rank without an address needs none."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if not missing:
-        port = _number(env, "MASTER_PORT", minimum=1)
-        if port > 65535:
-            raise WorldError(f"MASTER_PORT={port} is not a port: it must be from 1 to 65535.")
-        return env["MASTER_ADDR"], port
+        return env["MASTER_ADDR"], _port(env)
     if size == 1:
         return None, None
     raise WorldError(
         f"WORLD_SIZE={size} but {' and '.join(missing)} is not set: {size} ranks need the host "
-        f"name and a free port of rank 0 to meet. {_NEXT_STEP}"
+        f"name and a free port of rank 0 to meet. {BY_HAND.fix}"
     )
 
 
-def _local(env: Mapping[str, str], rank: int, size: int, address: str | None) -> tuple[int, int]:
+def _rendezvous_of_task(
+    read: VariableReader, rank: int, size: int, local_size: int
+) -> tuple[str | None, int | None]:
+    """The same under a launcher that does not set them: they are derived, see master_address.py."""
+    env, launcher = read.env, read.launcher
+    is_set = [bool(env.get(name)) for name in ("MASTER_ADDR", "MASTER_PORT")]
+    if size == 1 and not all(is_set):
+        return None, None
+    read.used += [
+        name for name, given in zip(("MASTER_ADDR", "MASTER_PORT"), is_set, strict=True) if given
+    ]
+    one_host = local_size == size
+    address = env.get("MASTER_ADDR") or derived_address(env, launcher, rank=rank, one_host=one_host)
+    return address, _port(env) if is_set[1] else derived_port(env, launcher, one_host=one_host)
+
+
+def _port(env: Mapping[str, str]) -> int:
+    port = whole_number(env, "MASTER_PORT", BY_HAND.fix, minimum=1)
+    if port > 65535:
+        raise WorldError(f"MASTER_PORT={port} is not a port: it must be from 1 to 65535.")
+    return port
+
+
+def _local(read: VariableReader, rank: int, size: int, address: str | None) -> tuple[int, int]:
     """Rank and number of ranks on this machine, by the rule in ``read_environment``."""
     one_machine = size == 1 or (address is not None and is_loopback(address))
-    if "LOCAL_WORLD_SIZE" in env:
-        local_size = _number(env, "LOCAL_WORLD_SIZE", minimum=1)
+    nodes = read.number("nodes", minimum=1, default=1)
+    if read.name_of("local_size") is not None:
+        local_size = read.number("local_size", minimum=1)
+    elif nodes == size:
+        local_size = 1
     elif one_machine:
         local_size = size
     else:
@@ -126,37 +219,61 @@ def _local(env: Mapping[str, str], rank: int, size: int, address: str | None) ->
             f"so how many of the {size} ranks run on this one is unknown. Set LOCAL_WORLD_SIZE "
             "(and LOCAL_RANK) on every rank; torchrun and paceline do."
         )
+    return _checked_local(read, rank, size, local_size)
+
+
+def _local_of_task(read: VariableReader, rank: int, size: int) -> tuple[int, int]:
+    """The same under a launcher with variables of its own for it."""
+    address = read.env.get("MASTER_ADDR")
+    nodes = read.number("nodes", minimum=1, default=0)
+    if read.name_of("local_size") is not None:
+        local_size = read.number("local_size", minimum=1)
+    elif (counted := _tasks_of_node(read, size)) is not None:
+        local_size = counted
+    elif read.launcher.starts_one_process or nodes == size:
+        local_size = 1
+    elif size == 1 or nodes == 1 or (address is not None and is_loopback(address)):
+        local_size = size
+    else:
+        names = read.names("local_size")[-1:] if read.launcher.local_size else []
+        raise WorldError(
+            f"{read.launcher.name} started {size} ranks, but how many of them run on this machine "
+            f"is unknown: {' and '.join([*names, 'LOCAL_WORLD_SIZE'])} is not set. "
+            f"{read.launcher.fix}"
+        )
+    return _checked_local(read, rank, size, local_size)
+
+
+def _tasks_of_node(read: VariableReader, size: int) -> int | None:
+    """How many tasks SLURM started on this node, by its list for all of them."""
+    name = next((name for name in _TASKS_PER_NODE if read.env.get(name)), None)
+    if read.launcher is not SLURM or name is None or read.name_of("node") is None:
+        return None
+    counts, node = expand_counts(read.env[name]), read.number("node")
+    if sum(counts) != size:
+        raise WorldError(
+            f"{name}={read.env[name]} is {sum(counts)} tasks, but {read.name_of('size')}={size}: "
+            f"they contradict each other. {SLURM.fix}"
+        )
+    if node >= len(counts):
+        raise WorldError(
+            f"SLURM_NODEID={node}, but {name}={read.env[name]} is {len(counts)} nodes: they "
+            f"contradict each other. {SLURM.fix}"
+        )
+    read.used.append(name)
+    return counts[node]
+
+
+def _checked_local(read: VariableReader, rank: int, size: int, local_size: int) -> tuple[int, int]:
+    name = read.name_of("local_size") or "LOCAL_WORLD_SIZE"
     if local_size > size:
         raise WorldError(
-            f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}: one machine cannot "
+            f"{name}={local_size} is more than {read.name_of('size')}={size}: one machine cannot "
             "hold more ranks than the world."
         )
-    local_rank = _number(env, "LOCAL_RANK", default=rank % local_size)
-    _below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
+    local_rank = read.number("local_rank", default=rank % local_size)
+    read.check_below("local_rank", local_rank, "local_size", local_size)
     return local_rank, local_size
-
-
-def _number(
-    env: Mapping[str, str], name: str, *, minimum: int = 0, default: int | None = None
-) -> int:
-    if name not in env and default is not None:
-        return default
-    text = env[name]
-    try:
-        value = int(text)
-    except ValueError:
-        raise WorldError(f"{name}={text!r} is not a whole number. {_NEXT_STEP}") from None
-    if value < minimum:
-        raise WorldError(f"{name}={value} must be {minimum} or more. {_NEXT_STEP}")
-    return value
-
-
-def _below(name: str, value: int, limit_name: str, limit: int) -> None:
-    if value >= limit:
-        raise WorldError(
-            f"{name}={value} with {limit_name}={limit}: {name} counts from 0 and must be below "
-            f"{limit_name}. {_NEXT_STEP}"
-        )
 
 
 # Setting it.

@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from paceline.launch import process_reaper
-from paceline.launch.environment import LAUNCHER_PID, inherited_variables
+from paceline.launch.environment import inherited_variables
+from paceline.launch.launchers import LAUNCHER_PID
 
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 2.0

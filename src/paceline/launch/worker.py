@@ -31,7 +31,8 @@ from typing import NoReturn
 
 from paceline.errors import LaunchError
 from paceline.launch import error_report, exit_codes, notices
-from paceline.launch.environment import ERROR_FILE, LAUNCHER_PID, LOG_FILE
+from paceline.launch.environment import ERROR_FILE, LOG_FILE
+from paceline.launch.launchers import LAUNCHER_PID
 from paceline.launch.rank_output import one_log_for_both_streams
 
 _PR_SET_PDEATHSIG = 1

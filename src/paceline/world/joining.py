@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,7 +67,7 @@ def choose_device(
 
 def _own_gpu(env: Environment, share_gpu: bool) -> torch.device:
     gpus = torch.cuda.device_count()
-    if env.local_size > gpus and not share_gpu:
+    if env.local_size > gpus and not (share_gpu or env.has_own_gpus):
         raise WorldError(
             f"{env.local_size} ranks on this machine but only {gpus} GPU(s): each rank needs "
             f"its own. Start {gpus} ranks or fewer, use device='cpu', or, for a test, let ranks "
@@ -123,8 +127,11 @@ def choose_backend(backend: str, device: torch.device) -> str:
 
 def join(
     env: Environment, backend: str, device: torch.device, timeout: timedelta, checks: bool
-) -> Store:
-    """Wait for the other ranks and make the default process group; returns the world's store."""
+) -> tuple[Store, Environment]:
+    """Wait for the other ranks and make the default process group; returns the world's store.
+
+    And what is known of the world by then: the node too, where no variable says it.
+    """
     base = _connect(env, timeout)
     key = _store_key(env)
     count = _worlds_joined[key] = _worlds_joined.get(key, 0) + 1
@@ -133,6 +140,8 @@ def join(
     _claim_rank(store, env)
     agree_on_key(store)
     _wait_for_everyone(store, env, {"backend": backend, "checks": checks}, timeout)
+    if not env.node_is_known:
+        env = _with_node(store, env, timeout)
     # A CUDA world also gets Gloo, so that CPU tensors can be reduced without touching the GPU.
     torch_backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     if env.local_size == env.size:  # torchrun, say, does not see to it
@@ -163,7 +172,55 @@ def join(
             f"rank {env.rank} of {env.size} is connected at {env.address}:{env.port}, but "
             f"not all others are after {timeout.total_seconds():g} s: look for their errors."
         ) from error
-    return store
+    return store, env
+
+
+def _with_node(store: Store, env: Environment, timeout: timedelta) -> Environment:
+    """``env`` with the number of this rank's node, found by comparing with all other ranks."""
+    keys = [f"node/{rank}" for rank in range(env.size)]
+    store.set(keys[env.rank], json.dumps([env.local_rank, env.local_size, socket.gethostname()]))
+    store.wait(keys, timeout)
+    places = [RankPlace(*json.loads(value)) for value in store.multi_get(keys)]
+    nodes = nodes_of(places)
+    return dataclasses.replace(env, node=nodes[env.rank], nodes=max(nodes) + 1, node_is_known=True)
+
+
+class RankPlace(NamedTuple):
+    """What a rank knows of the machine it is on, where its launcher does not number those."""
+
+    local_rank: int
+    local_size: int
+    host: str
+
+
+def nodes_of(places: Sequence[RankPlace]) -> list[int]:
+    """The number of each rank's node, in the order of their first ranks.
+
+    Ranks that follow each other on a machine (0, 1, 0, 1) say where the next one begins. Others, as
+    ``mpirun --map-by node`` places them, are told apart by the names of their hosts.
+    """
+    nodes: list[int] = []
+    for rank, place in enumerate(places):
+        starts_node = place.local_rank == 0
+        if not starts_node and (rank == 0 or place.local_rank != places[rank - 1].local_rank + 1):
+            break
+        nodes.append((nodes[-1] if nodes else -1) + starts_node)
+    sizes = Counter(nodes)
+    if len(nodes) == len(places) and all(
+        sizes[node] == place.local_size for node, place in zip(nodes, places, strict=True)
+    ):
+        return nodes
+    hosts = list(dict.fromkeys(place.host for place in places))
+    counts = Counter(place.host for place in places)
+    wrong = [place for place in places if counts[place.host] != place.local_size]
+    if wrong:
+        raise WorldError(
+            f"which ranks share a machine is unclear: {counts[wrong[0].host]} of {len(places)} "
+            f"ranks run on a host called {wrong[0].host}, but its launcher started "
+            f"{wrong[0].local_size} there. Give the hosts different names, or place ranks in order "
+            "(mpirun --map-by slot)."
+        )
+    return [hosts.index(place.host) for place in places]
 
 
 def _connect_gpus(device: torch.device) -> None:
@@ -238,7 +295,8 @@ def _connect(env: Environment, timeout: timedelta) -> Store:
     except (OSError, RuntimeError, ValueError) as error:
         action = "open" if serves else "reach"
         hint = (
-            "Is the port taken by another run, or the address not this machine's?"
+            "Is the port taken by another run (set MASTER_PORT to a free one on all ranks), or the "
+            "address not this machine's?"
             if serves
             else "Is rank 0 running, and MASTER_ADDR/MASTER_PORT the same on every rank?"
         )

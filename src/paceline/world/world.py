@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.diagnose.hangs.watch import Watch, chosen_after
 from paceline.diagnose.pulse import Pulse
 from paceline.errors import WorldError
+from paceline.launch.allocation import check_not_left_alone
 from paceline.launch.environment import Environment, read_environment
 from paceline.layout import Layout
 from paceline.torch_internals import abort_process_groups
@@ -87,6 +88,7 @@ class World:
         self.restart_count = env.restart_count
         self.device, self.backend, self.shares_gpu = device, backend, shares_gpu
         self.timeout, self.checks = timeout, checks
+        self._launcher, self._launcher_variables = env.launcher, env.variables
         self._address = None if env.address is None else f"{env.address}:{env.port}"
         self._owns_group = owns_group
         self._barrier = Barrier(store)
@@ -113,7 +115,10 @@ class World:
         hang_after: float | None = None,
         share_gpu: bool = False,
     ) -> World:
-        """Join the world the launcher describes (``RANK``, ``WORLD_SIZE``, …), or run alone.
+        """Join the world the launcher describes, or run alone where there is none.
+
+        Launchers are torchrun and ``paceline train``, SLURM's ``srun``, ``mpirun``, Ray Train and
+        Kubernetes' indexed jobs; see docs/guides/launch.md for what is read of each.
 
         ``backend`` is ``auto`` (NCCL on CUDA, Gloo on CPU), ``gloo`` or ``nccl``; ``device`` is
         ``auto`` (this rank's own GPU, else the CPU) or a device. ``timeout`` (seconds, default
@@ -144,6 +149,8 @@ class World:
                 )
             world = cls._adopt(env, backend, device, limit, checks is not False)
         else:
+            if env is None:
+                check_not_left_alone()
             if after:
                 record_collectives(env)
             world = cls._join(env, backend, device, limit, checks is not False, share_gpu)
@@ -176,7 +183,9 @@ class World:
             share_gpus()
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        store = None if alone else join(env, name, chosen, timeout, checks)
+        store = None
+        if not alone:
+            store, env = join(env, name, chosen, timeout, checks)
         return cls(
             env,
             device=chosen,
@@ -201,7 +210,9 @@ class World:
         rank, size = dist.get_rank(), dist.get_world_size()
         if env is None or (env.rank, env.size) != (rank, size):
             # Made without a launcher's variables: on one machine, as far as is known.
-            env = Environment(rank, size, rank, size, 0, 1, None, None, 0, False)
+            env = Environment(
+                rank, size, rank, size, 0, 1, None, None, 0, False, "the program itself"
+            )
         backends = set(backend_by_device().values())
         name = "nccl" if "nccl" in backends else sorted(backends)[0]
         if backend not in ("auto", name):
@@ -253,6 +264,8 @@ class World:
             "nodes": self.nodes,
             "device": str(self.device),
             "backend": self.backend,
+            "launcher": self._launcher,
+            "launcher_variables": list(self._launcher_variables),
             "address": self._address,
             "timeout": self.timeout.total_seconds(),
             "checks": self.checks,
