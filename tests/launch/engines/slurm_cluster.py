@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
-_PATIENCE = 120.0
+_PATIENCE = 300.0
 _CONF = """
 ClusterName=paceline
 SlurmctldHost={host}(127.0.0.1)
@@ -178,6 +178,12 @@ class SlurmCluster:
             raise AssertionError(f"{error}: {self.job(job)}") from None
         return self.job(job)
 
+    def bring_time_limit_near(self, job: str) -> None:
+        """Have a running job end within a minute or two, by its time limit."""
+        hours, minutes, _ = self.job(job)["RunTime"].split(":")
+        limit = int(hours) * 60 + int(minutes) + 1
+        self.command("scontrol", "update", f"jobid={job}", f"TimeLimit={limit}")
+
     def _start(self, program: str, *arguments: str, name: str = "") -> None:
         path = _program(program)
         assert path is not None, f"{program} is not installed"
@@ -219,10 +225,9 @@ class SlurmCluster:
                 title = (folder / "cmdline").read_bytes()
                 of_node = f"SLURMD_NODENAME={node}".encode()
                 in_job = any(text.startswith(b"SLURMD_NODENAME=") for text in env)
+                is_ours = conf in env and (of_node in env or (in_job and node is None))
                 is_step = title.startswith(b"slurmstepd")
-                if conf in env and ((in_job and node is None) or of_node in env):
-                    yield int(folder.name)
-                elif is_step and self._is_over(int(folder.name), node):
+                if is_ours or (is_step and self._is_over(int(folder.name), node)):
                     yield int(folder.name)
 
     def _is_over(self, pid: int, node: str | None) -> bool:
@@ -242,11 +247,16 @@ class SlurmCluster:
         return rest
 
 
-def wait_for(look: Callable[[], object], what: str, seconds: float = _PATIENCE) -> None:
-    """Wait until ``look`` returns something true."""
+def wait_for(
+    look: Callable[[], object], what: str | Callable[[], str], seconds: float = _PATIENCE
+) -> None:
+    """Wait until ``look`` returns something true; ``what`` says what was waited for."""
     deadline = time.monotonic() + seconds
     while not look():
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        if time.monotonic() > deadline:
+            raise AssertionError(
+                f"waited {seconds:g} s for {what if isinstance(what, str) else what()}"
+            )
         time.sleep(0.1)
 
 

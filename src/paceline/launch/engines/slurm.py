@@ -26,7 +26,6 @@ from paceline.launch.secret import make_secret
 from paceline.untrusted import printable, write_private
 
 SCRIPT = "job.sh"
-_GPUS = re.compile(r"gpu(?::[^:,=()]+)?(?::([0-9]+))?(?:\([^)]*\))?")
 _JOB = re.compile(r"[0-9]+")
 _ASK_SECONDS = 5.0
 
@@ -65,8 +64,9 @@ class SlurmEngine(LaunchEngine):
         slurm = config.launch.slurm
         if slurm.gpus_per_node is not None:
             return slurm.gpus_per_node
-        found = [_GPUS.fullmatch(part) for part in (slurm.gres or "").split(",")]
-        return sum(int(match[1] or 1) for match in found if match)
+        kinds = [part.split(":") for part in (slurm.gres or "").split(",")]  # gpu[:type][:number]
+        numbers = [kind[-1] for kind in kinds if kind[0] == "gpu"]
+        return sum(int(number) if number.isdecimal() else 1 for number in numbers)
 
     def index_of_sample(self, overrides: Sequence[str]) -> str | None:
         """0, where a value is one for each run of an array."""

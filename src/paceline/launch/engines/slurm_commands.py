@@ -14,9 +14,9 @@ from paceline.untrusted import printable
 
 _SECONDS = 60.0
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z:/]+)=(\S*)")
-_OVER = frozenset(
-    "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED "
-    "REVOKED".split()
+_OVER = (
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "REVOKED"),
 )
 _HINTS = {
     "partition": "sinfo lists the partitions; name one with launch.slurm.partition",

@@ -23,7 +23,7 @@ SECRET = "secret"
 LAUNCHER_WAIT_SECONDS = 120
 """How long the other launchers may take, after one has ended, beyond the time they have to save."""
 _OWN_INDEX = '"${SLURM_ARRAY_TASK_ID}"'
-_PLAIN = re.compile(r"[A-Za-z0-9_.,:@/+=&|*()\[\]-]*")
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:@%/+=&|*()\[\]-]*")
 
 
 class ShellText(str):
