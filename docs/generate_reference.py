@@ -114,11 +114,16 @@ def index_page() -> str:
     )
 
 
+MODULES = ("__version__", "errors", "events", "launch")
+"""What is public and no name of the reference: ``paceline.launch`` is a package that is called."""
+
+
 def api_pages() -> dict[str, str]:
     """One page per topic, and one for what is public and on no other."""
     listed = {name for _, _, names in API.values() for name in names}
-    public = [name for name in paceline.__all__ if name not in ("__version__", "errors", "events")]
+    public = [name for name in paceline.__all__ if name not in MODULES]
     rest = tuple(name for name in public if name not in listed)
+    rest += ("launch.api.launch",)
     topics = {**API, OTHERS: ("World", "The processes of a run, and how they communicate.", rest)}
     return {page: api_page(*topic) for page, topic in topics.items()}
 

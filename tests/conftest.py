@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,14 @@ from paceline.testing import RankPool, leaks
 
 _WORKERS_PER_CORE = 1.5
 """Some tests wait, for processes and for time to pass: more of them than there are cores."""
+# A busy machine takes its time for an example, and the same examples fail, or do not, everywhere;
+# with --hypothesis-profile=search new ones are tried.
+_STEADY = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=True
+)
+hypothesis.settings.register_profile("steady", _STEADY)
+hypothesis.settings.register_profile("search", _STEADY, derandomize=False)
+hypothesis.settings.load_profile("steady")
 _MODELS = ("gpt2", "llama", "qwen3", "bert", "t5")
 
 

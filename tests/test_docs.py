@@ -19,7 +19,7 @@ from paceline.config.keys import FIELDS, section_of
 from paceline.events import Event
 from paceline.options.rules import RULES
 
-MODULES = ("__version__", "errors", "events")
+MODULES = ("__version__", "errors", "events", "launch")
 EVENTS = Event.__module__
 COMMANDS: Any = typer.main.get_command(app)
 

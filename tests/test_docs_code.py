@@ -270,6 +270,8 @@ def problem_with(words: list[str], block: Block) -> str | None:
 def problem_with_ours(arguments: list[str]) -> str | None:
     command = COMMANDS
     while hasattr(command, "commands"):
+        if hasattr(command, "default") and (arguments or [""])[0] not in command.commands:
+            arguments = [command.default, *arguments]
         if not arguments or arguments[0] not in command.commands:
             return None if arguments[:1] in (["--help"], ["--version"]) else "no such command"
         command, arguments = command.commands[arguments[0]], arguments[1:]

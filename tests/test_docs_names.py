@@ -69,7 +69,12 @@ def commands(text: str) -> Iterator[list[str]]:
 def unknown_flags(words: list[str]) -> list[str]:
     command = COMMANDS
     for word in words:
-        if not hasattr(command, "commands") or word.startswith("-"):
+        if not hasattr(command, "commands"):
+            break
+        if word not in command.commands and hasattr(command, "default"):
+            command = command.commands[command.default]
+            break
+        if word.startswith("-"):
             break
         if word not in command.commands:
             return [word] if re.fullmatch(r"[a-z]+", word) and word not in LATER else []

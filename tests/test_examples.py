@@ -16,7 +16,7 @@ LAUNCH = [sys.executable, "-m", "paceline", "train", "--script"]
 def run(*command: str | Path, cwd: Path) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     done = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=150, env=environment
+        command, cwd=cwd, capture_output=True, text=True, timeout=400, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -68,7 +68,7 @@ def type_in(name: str, folder: Path) -> dict[str, str]:
                     tiny(shlex.split(line)),
                     capture_output=True,
                     text=True,
-                    timeout=150,
+                    timeout=400,
                     env=environment,
                 )
                 assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"

@@ -29,12 +29,14 @@ def rescale(device: str, budget: float) -> Iterator[tuple[str, dict[str, Any]]]:
     with tempfile.TemporaryDirectory(prefix="paceline-rescaling-") as place:
         folder = Path(place)
         with _Run(folder / "undisturbed", device, budget) as run:
-            run.start("a"), run.start("b")
+            run.start("a")
+            run.start("b")
             run.hurry()
             run.end()
             expected = run.losses()
         with _Run(folder / "rescaled", device, budget) as run:
-            run.start("a"), run.start("b")
+            run.start("a")
+            run.start("b")
             run.goes_on_with(2)
             run.kill("b")
             run.goes_on_with(1)
@@ -111,10 +113,13 @@ class _Run:
         """Wait until a world of that size has done some steps."""
 
         def done() -> bool:
-            sizes = [n for n, e in enumerate(self.events()) if isinstance(e, RanksStarted)]
-            if not sizes or self.events()[sizes[-1]].world_size != ranks:  # type: ignore[attr-defined]
-                return False
-            return sum(isinstance(e, StepDone) for e in self.events()[sizes[-1] :]) >= PAUSE
+            size = steps = 0
+            for event in self.events():
+                if isinstance(event, RanksStarted):
+                    size, steps = event.world_size, 0
+                elif isinstance(event, StepDone):
+                    steps += 1
+            return size == ranks and steps >= PAUSE
 
         self._wait(done, f"a world of {ranks}")
 

@@ -12,11 +12,13 @@ from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from paceline.data import loader as loader
+    from paceline.data.make_loader import loader as loader
     from paceline.engine import Engine as Engine
     from paceline.engine import StepResult as StepResult
     from paceline.engine.parameter_groups import parameter_groups as parameter_groups
     from paceline.engine.prepare import prepare as prepare
+    from paceline.launch.api import LaunchedRun as LaunchedRun
+    from paceline.launch.api import launch as launch
     from paceline.layout import Layout as Layout
     from paceline.log_values import log as log
     from paceline.options import EMA as EMA
@@ -53,6 +55,7 @@ _HOME = {
     "Engine": "paceline.engine",
     "Evaluation": "paceline.options",
     "History": "paceline.trainer",
+    "LaunchedRun": "paceline.launch.api",
     "Layout": "paceline.layout",
     "EMA": "paceline.options",
     "LocalSteps": "paceline.options",
@@ -83,13 +86,14 @@ _MODULES = (
     "data",
     "errors",
     "events",
+    "launch",
     "models",
     "options",
     "testing",
     "track",
 )
 
-__all__ = [*_HOME, "__version__", "errors", "events"]
+__all__ = [*_HOME, "__version__", "errors", "events", "launch"]
 
 
 def __getattr__(name: str) -> Any:

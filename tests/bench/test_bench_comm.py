@@ -18,6 +18,7 @@ import pytest
 from bench_cases import made_up
 from rich.console import Console
 
+from left_over import left_over
 from paceline.bench import comm
 from paceline.bench.collectives import COLLECTIVES
 from paceline.bench.comm_report import bar, left_out, show
@@ -27,12 +28,11 @@ from paceline.bench.launching import read_place
 from paceline.bench.plot import write_plot
 from paceline.errors import ConfigError
 from paceline.testing.hosts import Hosts, hosts_available
-from paceline.testing.processes import pids, was_started_with
 from paceline.world import World
 
 pytestmark = pytest.mark.waits
 
-PATIENCE = 240
+PATIENCE = 500
 
 
 def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -236,14 +236,14 @@ def test_interrupted(number: signal.Signals, status: int, tmp_path: Path) -> Non
     assert running.stderr is not None
     assert "measuring all_reduce" in running.stderr.readline()
     running.send_signal(number)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=240)
     assert (running.returncode, out) == (status, ""), err
     assert "Traceback" not in err
-    assert [pid for pid in pids() if was_started_with(pid, "BENCH_TEST", tag)] == []
+    assert left_over("BENCH_TEST", tag) == []
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available()))
 def test_a_slow_link_between_hosts_is_found(tmp_path: Path) -> None:
     arguments = [

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from left_over import left_over
 from paceline.bench.wire_report import lines_for, show
 from paceline.bench.wire_request import (
     DEFAULT_FORMATS,
@@ -27,9 +28,8 @@ from paceline.bench.wire_result import Trial, WireResult, WireSetting
 from paceline.config import Config, load, resolve
 from paceline.errors import ConfigError
 from paceline.testing.hosts import Hosts, hosts_available
-from paceline.testing.processes import pids, was_started_with
 
-PATIENCE = 300
+PATIENCE = 500
 TINY = """
 import torch
 from torch import nn
@@ -93,7 +93,6 @@ def request(config: Config | None = None, **changes: Any) -> WireRequest:
     return read_wire_request(config or tiny(), **asked)
 
 
-@pytest.mark.timeout(PATIENCE)
 def test_on_one_machine(folder: Path) -> None:
     done = bench(
         *("tiny.yaml", "--formats=fp16,topk:0.05,local:3", "--steps=9", "--seconds=120"),
@@ -131,7 +130,6 @@ def test_on_one_machine(folder: Path) -> None:
     }
 
 
-@pytest.mark.timeout(PATIENCE)
 def test_what_a_layout_refuses_is_listed_and_the_rest_is_tried(folder: Path) -> None:
     done = bench(
         *("tiny.yaml", "--layout=dp=2,zero=2", "--formats=powersgd:4,int8,local:5"),
@@ -151,7 +149,7 @@ def test_what_a_layout_refuses_is_listed_and_the_rest_is_tried(folder: Path) -> 
     assert data["advice"]["format"] in ("none", "int8")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available()))
 def test_on_a_slow_link_compression_pays(folder: Path) -> None:
     arguments = [
@@ -184,7 +182,6 @@ def test_on_a_slow_link_compression_pays(folder: Path) -> None:
     assert found[0]["advice"]["pays"]
 
 
-@pytest.mark.timeout(PATIENCE)
 def test_ctrl_c_shows_what_is_known(folder: Path) -> None:
     tag = f"{os.getpid()}-{time.monotonic_ns()}"
     running = subprocess.Popen(
@@ -202,12 +199,12 @@ def test_ctrl_c_shows_what_is_known(folder: Path) -> None:
         assert line, said
         said += line
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=240)
     assert running.returncode == 130, said + err
     assert "Traceback" not in err
     assert re.search(r"^none +\S+ .?s ", out, re.MULTILINE)
     assert "stopped before all formats were tried" in out
-    assert [pid for pid in pids() if was_started_with(pid, "BENCH_TEST", tag)] == []
+    assert left_over("BENCH_TEST", tag) == []
 
 
 @pytest.mark.parametrize(

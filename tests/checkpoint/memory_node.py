@@ -50,7 +50,7 @@ def restore() -> str:
 
 def run_rank(command: dict[str, Any]) -> None:
     os.environ.update(command["environment"])
-    with World.init(timeout=20):
+    with World.init(timeout=120):
         say({"train": train, "finish": finish, "restore": restore}[command["do"]](*command["with"]))
 
 

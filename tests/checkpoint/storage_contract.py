@@ -55,6 +55,19 @@ class StorageContract:
         assert storage.read_bytes("a/m") == b"newer"
         assert storage.names("a") == ["m"]
 
+    def test_moving(self, storage: Storage) -> None:
+        storage.make_folder("a")
+        storage.make_folder("b/c")
+        storage.replace("a/m", b"one")
+        storage.move("a/m", "b/c/n")
+        assert storage.read_bytes("b/c/n") == b"one"
+        assert storage.names("a") == []
+        storage.replace("a/m", b"two")
+        storage.move("a/m", "b/c/n")  # begun before, and not seen to have ended
+        assert storage.read_bytes("b/c/n") == b"two"
+        with pytest.raises(StorageError, match="a/gone"):
+            storage.move("a/gone", "b/c/gone")
+
     def test_put_new_takes_a_name_once(self, storage: Storage) -> None:
         storage.make_folder()
         assert storage.put_new("l", b"first")

@@ -71,10 +71,10 @@ def full(path: str) -> None:
 
 def test_training_goes_on_while_the_disk_is_slow(tmp_path: Path) -> None:
     gate = threading.Event()
-    folder = on(Disk(tmp_path, before=lambda path: gate.wait(30) and None))
+    folder = on(Disk(tmp_path, before=lambda path: gate.wait(300) and None))
     saver = AsyncSaver(folder, None, Keep())
     weights = torch.full((1000,), 1.0)
-    assert saver.save(1, state_of(weights), {"reason": "every"}) < 0.1
+    assert saver.save(1, state_of(weights), {"reason": "every"}) < 100
     assert saver.finished() == []
     (thread,) = (t for t in threading.enumerate() if t.name == "save of step 1")
     assert thread.daemon
@@ -93,7 +93,14 @@ def test_training_goes_on_while_the_disk_is_slow(tmp_path: Path) -> None:
 
 
 def test_one_save_in_flight_and_one_copy_in_memory(tmp_path: Path) -> None:
-    folder = on(Disk(tmp_path, before=lambda path: time.sleep(0.2)))
+    asked = [threading.Event() for _ in range(4)]
+
+    def slow(path: str) -> None:
+        """The disk takes a while from when the next save is asked for."""
+        asked[int(path.split("/")[0].removeprefix("step-")) + 1].wait(300)
+        time.sleep(0.5)
+
+    folder = on(Disk(tmp_path, before=slow))
     saver = AsyncSaver(folder, None, Keep(last=9))
     weights = torch.zeros(1000)
     saver.reserve(state_of(weights))
@@ -101,11 +108,13 @@ def test_one_save_in_flight_and_one_copy_in_memory(tmp_path: Path) -> None:
     waited = []
     for step in range(3):
         weights.fill_(step)
+        asked[step].set()
         waited.append(saver.save(step, state_of(weights, step), {}))
         assert len([t for t in threading.enumerate() if t.name.startswith("save of")]) <= 1
         assert saver._copy.size == size
-    assert waited[0] < 0.1
+    assert waited[0] < 100, "it did not wait for the disk"
     assert min(waited[1:]) > 0.15
+    asked[3].set()
     outcomes = saver.close()
     assert [outcome.step for outcome in outcomes] == [0, 1, 2]
     assert outcomes[1].stalled >= waited[1]
@@ -331,7 +340,7 @@ group = None
 if rank >= 0:
     savers._AT_EXIT_S = 0.5
     dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=2)
-    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=60))
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=600))
 folder = Folder(f"{where}/run")
 create = folder.storage.create
 folder.storage.create = lambda path, chunks: (time.sleep(0.5), create(path, chunks))
@@ -366,11 +375,11 @@ def test_ranks_that_do_not_answer_do_not_keep_python_from_ending(tmp_path: Path)
     hanging = _ending(tmp_path, 1)
     try:
         process = _ending(tmp_path, 0)
-        said, _ = process.communicate(timeout=50)
+        said, _ = process.communicate(timeout=300)
         took = time.monotonic() - float(said)
     finally:
         hanging.kill()
         hanging.communicate()
     assert process.returncode == 0
-    assert 0.5 < took < 10
+    assert 0.5 < took < 200
     assert not Folder(tmp_path / "run").checkpoints()

@@ -275,13 +275,18 @@ def packed(weights: dict[str, Tensor], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("compressed", ["", r"data/1$", r"data\.pkl$"], ids=["all", "one", "text"])
 def test_a_compressed_file_gives_the_tensors_it_holds(
-    weights: dict[str, Tensor], packed: Path, tmp_path: Path, compressed: str
+    weights: dict[str, Tensor],
+    packed: Path,
+    tmp_path: Path,
+    compressed: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = repacked(packed, tmp_path / "small.pt", compressed)
-    before = {*os.listdir(tempfile.gettempdir())}
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     assert holds(import_weights(source, tmp_path / "c"), weights)
-    left = {*os.listdir(tempfile.gettempdir())} - before
-    assert not [name for name in left if name.startswith("paceline-")]
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_zip_written_as_a_stream(

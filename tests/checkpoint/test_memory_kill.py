@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from checkpoint.memory_cases import group, make_roots, recall, root_of, state
 from paceline.checkpoint.memory.segment_files import folder_of, free_run, names_in
 from paceline.checkpoint.memory.snapshots import MemorySnapshots
 from paceline.errors import RankFailed
+from ports import free_port
 
 pytestmark = pytest.mark.waits
 
@@ -48,7 +48,7 @@ class Killer(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 150
         while time.monotonic() < deadline and not all(map(self.under_way, range(self.size))):
             time.sleep(0.001)
         time.sleep(self.delay)
@@ -107,11 +107,6 @@ def test_killed_at_any_instant_the_newest_whole_snapshot_is_found(ranks, tmp_pat
     assert rungs == ({"own memory"} if nodes == 1 else {"own memory", "partner memory"})
     for root in roots:
         assert len(names_in(folder_of("run", root))) <= 4
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 class Node:

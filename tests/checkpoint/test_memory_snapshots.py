@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from pathlib import Path, PurePosixPath
 
@@ -203,15 +204,19 @@ def test_what_cannot_be_loaded_safely_does_not_count(tmp_path: Path):
 def test_the_next_snapshot_waits_for_the_one_before(tmp_path: Path, monkeypatch):
     real = memory.hash_blocks
 
+    asked = threading.Event()
+
     def slow(data: memoryview, **how: object) -> tuple[str, ...]:
-        time.sleep(0.3)
+        asked.wait(300)
+        time.sleep(0.5)
         return real(data, **how)
 
     monkeypatch.setattr(memory, "hash_blocks", slow)
     tier = MemorySnapshots(RUN, None, after=None, root=tmp_path)
     first = tier.snapshot(1, state(1))
+    asked.set()
     second = tier.snapshot(2, state(2))
-    assert first.waited < 0.1
+    assert first.waited < 100
     assert second.waited > 0.2
     assert second.seconds >= second.waited
     tier.free()

@@ -444,7 +444,7 @@ def kill(_: Path, chunks: Iterable[memoryview]) -> Iterable[memoryview]:
 
 
 def _die_while_saving(where: str) -> None:
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=100))
     rank, size = dist.get_rank(), dist.get_world_size()
     folder = faulty(where, kill) if rank == size - 1 else Folder(where)
     began = time.monotonic()
@@ -462,7 +462,7 @@ def test_a_rank_that_dies_while_saving_fails_the_save_of_the_others(
         ranks(_die_while_saving, str(tmp_path))
     assert (failed.value.rank, failed.value.exit_code) == (2, -signal.SIGKILL)
     seconds, said = (tmp_path / "said-0").read_text().split(" ", 1)
-    assert float(seconds) < 5.5
+    assert float(seconds) < 50, "known at once, not when the group gives up"
     assert re.search(r"saving step 7 .* failed: another rank did not answer", said)
     assert not Folder(tmp_path).checkpoints()
 

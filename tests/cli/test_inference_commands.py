@@ -59,7 +59,7 @@ def paceline_command(folder: Path, *arguments: str) -> subprocess.CompletedProce
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
 
 

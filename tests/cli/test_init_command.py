@@ -58,7 +58,7 @@ def test_two_commands_to_a_trained_model(tmp_path: Path, monkeypatch: pytest.Mon
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "validation accuracy" in done.stdout
@@ -69,7 +69,7 @@ def test_two_commands_to_a_trained_model(tmp_path: Path, monkeypatch: pytest.Mon
         [sys.executable, "-m", "paceline", "runs", "--tag", "try", "--json"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     (run,) = json.loads(listed.stdout)
     assert (run["name"], run["state"], run["step"]) == ("first", "finished", 16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +15,12 @@ from paceline.config import check, load, resolve
 from paceline.config.endpoints import Endpoint, endpoints
 from paceline.errors import ConfigError
 from paceline.launch.run_folder import RunFolder, has_mark
+from ports import free_port
 
 
 def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", "train", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,7 @@ def test_a_mark_tells_a_shared_folder_from_another(tmp_path: Path) -> None:
 
 
 def test_rendezvous_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-m", "paceline", "rendezvous", "--port", port]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
@@ -110,4 +109,4 @@ def test_rendezvous_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         line = process.stdout.readline()
         assert f"--rdzv {os.uname().nodename}:{port}" in line
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0

@@ -79,7 +79,7 @@ def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -144,13 +144,13 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(folder: Path) -> None:
         text=True,
     )
     run = folder / "my run"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (run / "events.jsonl").exists() or len(steps_of(run)) < 3:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "stopping (SIGINT): the ranks have 15 s to save and leave" in err
     assert "Traceback" not in out + err
@@ -179,6 +179,13 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on(folder: Path) -> None:
     again = train(folder, *resume)
     assert again.returncode == 0
     assert again.stdout.startswith(f"my run is already finished, at step {last + 2}.")
+    # It can go back all the same.
+    back = train(folder, *resume, "--which", str(last))
+    assert (back.returncode, back.stderr) == (0, "")
+    assert f"went back to step {last}: the checkpoints of later steps are in" in back.stdout
+    aside = run / "checkpoints" / "set-aside-1"
+    assert [path.name for path in aside.iterdir()] == [f"step-{last + 2:09d}"]
+    assert steps_of(run)[-2:] == [last + 1, last + 2]
 
 
 def test_modules_beside_the_config_are_found_from_elsewhere_also_by_a_resume(folder: Path) -> None:
@@ -273,5 +280,5 @@ def test_a_console_that_is_gone_is_not_the_runs_fault(folder: Path) -> None:
     process.stdout.close()
     said = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(timeout=60), said) == (0, b"")
+    assert (process.wait(timeout=240), said) == (0, b"")
     assert steps_of(folder / "r") == list(range(1, 13))

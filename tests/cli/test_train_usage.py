@@ -61,6 +61,13 @@ def train(
             ],
         ),
         (
+            ["--on", "ssh", "--resume", "r", "--which", "best"],
+            [
+                "--which best with --on ssh: whatever starts it again would go back again; "
+                "go back on this machine first, with --on local --set train.steps=… for a few steps",
+            ],
+        ),
+        (
             ["--script", "s.py", "c.yaml", "--layout", "dp=2", "--set", "a=b", "--resume", "r"],
             [
                 "--script s.py with CONFIG c.yaml: give one or the other; arguments of the script "
@@ -85,6 +92,14 @@ def train(
             ["--resume r with --run-dir d: a resumed run stays in its folder; leave --run-dir out"],
         ),
         (
+            ["--which", "bset"],
+            [
+                "--which bset: it is best, last or the number of a step",
+                "--which bset: it chooses a checkpoint of a run to go on from; name the run with "
+                "--resume RUN_DIR",
+            ],
+        ),
+        (
             ["--nproc", "99999"],
             [
                 "--nproc 99999: 99999 ranks on one machine are more than 1,024, the most that are "
@@ -107,7 +122,7 @@ def train(
             [
                 "--zebra: no such option; there are --script, --nproc, --nnodes, --rdzv, "
                 "--secret-file, --layout, --on, --hosts, --hostfile, --dry-run, --apply, --set, "
-                "--resume, --run-dir, --name, --tag, "
+                "--resume, --which, --run-dir, --name, --tag, "
                 "--max-restarts, --share-gpu. Any value of the config is set by --set key=value"
             ],
         ),

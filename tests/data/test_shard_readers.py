@@ -137,7 +137,6 @@ def train(folder: Path, steps: int, nproc: int | None = None) -> None:
     trainer.fit(dataset, steps=steps, nproc=nproc, resume=nproc is None)
 
 
-@pytest.mark.timeout(240)
 def test_a_run_that_is_killed_and_rescaled_sees_every_sample_once(
     ranks: Any, tmp_path: Path
 ) -> None:

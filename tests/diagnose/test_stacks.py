@@ -116,7 +116,7 @@ def test_a_process_that_cannot_speak_is_seen_from_outside(tmp_path: Path) -> Non
             moves=0,
             main_thread=int(thread),
         )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while (report := report_on(beat, process.pid)).stack[-1:] == () or report.stack[
             -1
         ].function != "held":

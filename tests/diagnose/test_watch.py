@@ -59,7 +59,6 @@ def job(script: Path, *arguments: str, tmp_path: Path, after: float, **options: 
     )
 
 
-@pytest.mark.timeout(240)
 def test_every_way_of_being_stuck_is_named_and_its_end_noticed(tmp_path: Path) -> None:
     lock = open(tmp_path / "lock", "w")  # noqa: SIM115 (let go by the test)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -114,7 +113,6 @@ DEADLOCK = """
 """
 
 
-@pytest.mark.timeout(240)
 def test_a_deadlock_is_told_on_the_console_and_in_the_events_and_stopped(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(DEADLOCK))
@@ -155,7 +153,6 @@ def test_a_peer_that_left_is_named_in_the_error(tmp_path: Path) -> None:
         launch(job(script, tmp_path=tmp_path, after=60.0))
 
 
-@pytest.mark.timeout(240)
 def test_without_a_launcher_a_rank_leads(tmp_path: Path) -> None:
     """As under torchrun: ranks watch each other, and one of them tells, on its stderr."""
     script = tmp_path / "script.py"

@@ -18,7 +18,7 @@ from paceline.testing.hosts import Host, Hosts, hosts_available
 pytestmark = [
     pytest.mark.waits,
     pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available())),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
 ]
 
 # Drops packets that open a TCP connection, as they leave; answers to others' connections pass.

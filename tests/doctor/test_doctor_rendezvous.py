@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.doctor.rendezvous import DoctorRendezvous, RendezvousFailed, RendezvousLost
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+from ports import free_port
 
 
 def a_doctor(host: str, port: int, keys: dict[str, str]) -> str:
@@ -92,7 +88,7 @@ def test_end_of_the_serving_machine_is_noticed() -> None:
     all_at_once([lambda s=seat: s.gather({}, 2) for seat in seats])
     seats[0].close()
     with pytest.raises(RendezvousLost):
-        seats[1].exchange("links", 1, timeout=5)
+        seats[1].exchange("links", 1)
     seats[1].close()
 
 

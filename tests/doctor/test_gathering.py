@@ -24,6 +24,7 @@ from paceline.doctor.facts_network import (
 from paceline.doctor.links import Echo, try_link
 from paceline.doctor.multi_node import distinct_names
 from paceline.network.round_robin import round_robin
+from ports import free_port
 
 # Names and interfaces.
 
@@ -74,9 +75,7 @@ def test_clock_that_is_ahead() -> None:
 
 
 def test_refusal_is_told_from_silence() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    link, clock = try_link("a", "b", "127.0.0.1", port)
+    link, clock = try_link("a", "b", "127.0.0.1", free_port())
     assert (link.outcome, clock) == ("refused", None)
 
 

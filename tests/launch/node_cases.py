@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,13 +19,16 @@ from paceline import events
 from paceline.events import Event, RanksStarted, StepDone
 from paceline.testing.hosts import Host
 from paceline.testing.processes import command_line, pids
+from ports import free_port
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Event)
 
-PATIENCE = 150.0
+PATIENCE = 250.0
 """Seconds to wait for what must happen: much more than it takes, as machines may be busy."""
-NODE_TIMEOUT = 6.0
+NODE_TIMEOUT = 10.0
+CALM = 30.0
+"""Such a timeout for runs that lose no machine without a word: a busy one is none."""
 STEPS = 400
 """More than a slow run does while anything happens to it; without delay they take seconds."""
 
@@ -82,12 +85,6 @@ def wait_for(look: Callable[[], T], what: str, seconds: float = PATIENCE) -> T:
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
         time.sleep(0.05)
     return found
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Launcher:
@@ -172,7 +169,7 @@ class Cluster:
                 launcher.send(signal.SIGCONT)
                 launcher.send(signal.SIGKILL)
             launcher.process.wait()
-        wait_for(lambda: not self._ranks_left(), "ranks of killed launchers to end", 20)
+        wait_for(lambda: not self._ranks_left(), "ranks of killed launchers to end")
 
     def start(
         self, host: Host | None = None, arguments: Sequence[str] | None = None, name: str = ""
@@ -267,3 +264,12 @@ def same_losses(found: dict[int, float], expected: dict[int, float]) -> None:
 def worlds(cluster: Cluster) -> list[int]:
     """The sizes of the worlds there were."""
     return [event.world_size for event in cluster.of(RanksStarted)]
+
+
+def sizes(cluster: Cluster) -> list[int]:
+    """Those sizes as they changed.
+
+    On a busy machine, a launcher may miss the world that was to take it in. Then one of the same
+    size as before is started, and takes it in a little later.
+    """
+    return [size for size, _ in itertools.groupby(worlds(cluster))]

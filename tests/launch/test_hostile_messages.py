@@ -150,7 +150,7 @@ def test_a_process_is_not_signalled_because_its_number_stands_in_a_store(tmp_pat
         board.ask()
         started = StartedRanks({0: os.getpid()}, 2, 0, ["a"], "127.0.0.1", store.port, 0, tmp_path)
         overseer.started(started)
-        wait_for(lambda: board.answered(1, [0]), "the launcher to speak for its silent rank", 20)
+        wait_for(lambda: board.answered(1, [0]), "the launcher to speak for its silent rank")
         assert victim.poll() is None
         for find in (unresponsive.started_here({0: os.getpid()}), unresponsive.sibling):
             unresponsive.answer_for_neighbours(board, 2, [0, 1], find)
@@ -187,8 +187,8 @@ def test_a_neighbour_is_known_by_its_parent(tmp_path: Path) -> None:
 def watch_of(store: TCPStore, forwarder: EventForwarder, notices: list[str]) -> HeartbeatMonitor:
     node_heartbeats.prepare_store(store, 2)
     return HeartbeatMonitor(
-        lambda: StoreConnection("127.0.0.1", store.port, 1.0),
-        StoreConnection("127.0.0.1", store.port, 1.0),
+        lambda: StoreConnection("127.0.0.1", store.port, 30.0),
+        StoreConnection("127.0.0.1", store.port, 30.0),
         node=0,
         hosts=["a", "b"],
         timeout=60.0,
@@ -216,7 +216,7 @@ def test_the_watch_over_nodes_survives_any_message_and_any_callback(
     forwarder = EventForwarder(write, lambda *_: None, notices.append)
     forwarder.new_round(["a", "b"], 0)
     store = serve("127.0.0.1", 0)
-    connection = StoreConnection("127.0.0.1", store.port, 1.0)
+    connection = StoreConnection("127.0.0.1", store.port, 30.0)
     watch = watch_of(store, forwarder, notices)
     try:
         for odd in ODD:
@@ -224,9 +224,7 @@ def test_the_watch_over_nodes_survives_any_message_and_any_callback(
                 leave(connection, odd)
         leave(connection, encode(ForwardedEvent(Note(message="full disk").to_json(), "1")))
         leave(connection, encode(ForwardedEvent(Note(message="after all that").to_json(), "2")))
-        wait_for(
-            lambda: any(getattr(e, "message", "") == "after all that" for e in written), "it", 30
-        )
+        wait_for(lambda: any(getattr(e, "message", "") == "after all that" for e in written), "it")
         for key in ("over", "waiting", "left/1", "alive/1"):
             kept = store.get(key)
             for odd in (b"\xff\xff", b"[", b'{"closed": 5}', b"-", b"1e999"):
@@ -234,7 +232,7 @@ def test_the_watch_over_nodes_survives_any_message_and_any_callback(
                 time.sleep(0.05)
             store.set(key, kept)
         seen = beats_of(store)
-        wait_for(lambda: beats_of(store) > seen + 2, "further signs of life", 30)
+        wait_for(lambda: beats_of(store) > seen + 2, "further signs of life")
         assert watch._thread.is_alive()
         assert watch.closed is None
         assert all(isinstance(event.message, str) for event in written if isinstance(event, Note))
@@ -268,16 +266,14 @@ def test_connections_that_say_nothing_or_nonsense_do_not_disturb_the_tethers() -
     try:
         for number, stranger in enumerate(strangers[:100]):
             stranger.sendall([b"\0\0\0\x7f", b"x", b"\xff" * 1000, b"\0\0\0\0"][number % 4])
-        node = KeepAliveConnection("127.0.0.1", keepalive_server.port, 2, 1.0)
+        node = KeepAliveConnection("127.0.0.1", keepalive_server.port, 2, 30.0)
         time.sleep(0.2)
         for stranger in strangers:
             stranger.close()
         time.sleep(0.2)
         assert keepalive_server.disconnected == set()
         node.close()
-        wait_for(
-            lambda: keepalive_server.disconnected == {2}, "the end of the one that is a node", 10
-        )
+        wait_for(lambda: keepalive_server.disconnected == {2}, "the end of the one that is a node")
     finally:
         keepalive_server.close()
 
@@ -289,7 +285,7 @@ def test_an_outcome_that_is_none_is_no_outcome() -> None:
     outcomes.watch([0, 1])
     store.set("done/1", "")
     try:
-        wait_for(lambda: 1 in outcomes._done, "what comes after it", 10)
+        wait_for(lambda: 1 in outcomes._done, "what comes after it")
         assert outcomes.outcome() is None
     finally:
         outcomes.close()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from node_cases import Cluster, wait_for, worlds
+from node_cases import Cluster, sizes, wait_for, worlds
 
 from paceline.checkpoint.memory.find import OWN_MEMORY
 from paceline.events import CheckpointSaved, Note, RestoreTried, RunFinished, StepDone
@@ -57,14 +57,14 @@ def test_replicas_come_and_go(tmp_path: Path) -> None:
         first = cluster.start()
         cluster.reaches(1)
         second = cluster.start()
-        wait_for(lambda: worlds(cluster) == [1, 2], "the second to be taken in")
+        wait_for(lambda: sizes(cluster) == [1, 2], "the second to be taken in")
         saved = len(cluster.of(CheckpointSaved))
         wait_for(lambda: len(cluster.of(CheckpointSaved)) > saved, "a checkpoint of both")
         second.send(signal.SIGKILL)
-        wait_for(lambda: worlds(cluster) == [1, 2, 1], "the world without the second")
+        wait_for(lambda: sizes(cluster) == [1, 2, 1], "the world without the second")
         cluster.reaches(cluster.step() + 2)
         third = cluster.start()
-        wait_for(lambda: worlds(cluster) == [1, 2, 1, 2], "the third to be taken in")
+        wait_for(lambda: sizes(cluster) == [1, 2, 1, 2], "the third to be taken in")
         cluster.hurry()
         assert [first.ends(), third.ends()] == [0, 0], cluster.outputs()
         assert [event.reason for event in cluster.of(RunFinished)][-1] == "done"

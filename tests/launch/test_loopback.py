@@ -74,7 +74,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available()))
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_nothing_of_a_run_on_one_machine_is_open_to_others(tmp_path: Path) -> None:
     """On a host whose name has an address of the network, at which Gloo by itself would listen."""
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -85,7 +85,7 @@ def test_nothing_of_a_run_on_one_machine_is_open_to_others(tmp_path: Path) -> No
             capture_output=True,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=380,
+            timeout=850,
         )
     result = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert result, done.stdout + done.stderr

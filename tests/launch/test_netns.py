@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from node_cases import NODE_TIMEOUT, Cluster, same_losses, wait_for, worlds
+from node_cases import CALM, NODE_TIMEOUT, Cluster, same_losses, sizes, wait_for, worlds
 
 from paceline.events import NodeLeft, RanksStarted, StepDone
 from paceline.testing.hosts import Hosts, hosts_available
@@ -22,11 +22,14 @@ PORT = 29400
 
 def starts_again(cluster: Cluster, size: int, since: float) -> float:
     """Wait for a world of ``size`` to be started; how long that took from ``since`` on."""
-    number = len(worlds(cluster))
-    wait_for(lambda: len(worlds(cluster)) > number, f"a world of {size}\n{cluster.outputs()}")
-    started = cluster.of(RanksStarted)[number]
-    assert started.world_size == size, cluster.outputs()
-    return started.time - since
+
+    def after() -> list[RanksStarted]:
+        return [event for event in cluster.of(RanksStarted) if event.time > since]
+
+    changes = len(sizes(cluster)) - (worlds(cluster)[-1] == size)
+    wait_for(lambda: sizes(cluster)[-1] == size and after(), f"a world of {size}")
+    assert len(sizes(cluster)) == changes + 1, cluster.outputs()  # and of no other in between
+    return next(event.time for event in after() if event.world_size == size) - since
 
 
 def test_a_link_is_cut_and_healed(tmp_path: Path, undisturbed) -> None:
@@ -37,7 +40,7 @@ def test_a_link_is_cut_and_healed(tmp_path: Path, undisturbed) -> None:
         first = cluster.start(hosts[0])
         cluster.reaches(1)
         second = cluster.start(hosts[1])
-        wait_for(lambda: worlds(cluster) == [1, 2], "the second host to be taken in")
+        wait_for(lambda: sizes(cluster) == [1, 2], "the second host to be taken in")
         cluster.reaches(cluster.step() + 2)
         hosts[1].cut()
         took = starts_again(cluster, 1, since=time.time())
@@ -89,7 +92,13 @@ def test_hosts_that_share_no_disk(tmp_path: Path) -> None:
     shared.mkdir()
     with (
         Hosts(2, private=[runs]) as hosts,
-        Cluster(tmp_path, nnodes="2", rdzv=f"{hosts[0].address}:{PORT}", slow=False) as cluster,
+        Cluster(
+            tmp_path,
+            nnodes="2",
+            rdzv=f"{hosts[0].address}:{PORT}",
+            slow=False,
+            node_timeout=CALM,
+        ) as cluster,
     ):
         refused = [cluster.start(host) for host in hosts]
         assert all(launcher.ends() != 0 for launcher in refused), cluster.outputs()
@@ -116,6 +125,7 @@ def test_a_host_that_dies_takes_no_rank_along(tmp_path: Path) -> None:
         second = cluster.start(hosts[1])
         wait_for(lambda: worlds(cluster)[-1:] == [2], "both")
         cluster.reaches(cluster.step() + 1)
+        killed = time.time()
         second.send(signal.SIGKILL)
-        wait_for(lambda: not hosts[1].processes(), "the ranks of the killed launcher to end", 20)
-        starts_again(cluster, 1, since=time.time())
+        wait_for(lambda: not hosts[1].processes(), "the ranks of the killed launcher to end")
+        starts_again(cluster, 1, since=killed)

@@ -24,7 +24,7 @@ OVER = Decision(False, 0.0, "launch.max_restarts is 0")
 def launchers() -> Iterator[list[OutcomeStore]]:
     """Those of two nodes, each with a connection of its own to the round store."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    seconds = timedelta(seconds=30)
+    seconds = timedelta(seconds=120)
     clients = [TCPStore("127.0.0.1", server.port, timeout=seconds) for _ in range(2)]
     found = [OutcomeStore(PrefixStore("agent", c), node, 2) for node, c in enumerate(clients)]
     yield found
@@ -33,7 +33,7 @@ def launchers() -> Iterator[list[OutcomeStore]]:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -35,7 +35,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait_until_gone(group: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while running_members([group]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert running_members([group]) == []
@@ -63,7 +63,7 @@ def test_end_groups_ends_children_and_those_who_ignore_sigterm() -> None:
 
 def test_reaper_ends_what_a_killed_launcher_leaves() -> None:
     launcher = subprocess.run(
-        [sys.executable, "-c", KILLED_LAUNCHER], stdout=subprocess.PIPE, check=False, timeout=60
+        [sys.executable, "-c", KILLED_LAUNCHER], stdout=subprocess.PIPE, check=False, timeout=1200
     )
     assert launcher.returncode == -signal.SIGKILL
     wait_until_gone(int(launcher.stdout))
@@ -88,8 +88,8 @@ def test_reaper_hears_what_a_launcher_said_before_it_was_up() -> None:
         [sys.executable, "-I", "-S", process_reaper.__file__, "1"],  # not its parent: dead, to it
         input=f"+{process.pid}\n".encode(),
         check=False,
-        timeout=60,
+        timeout=1200,
     )
     assert told.returncode == 0
-    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert process.wait(timeout=120) == -signal.SIGKILL
     wait_until_gone(process.pid)

@@ -7,12 +7,12 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from node_cases import free_port, wait_for
+from node_cases import PATIENCE, wait_for
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
@@ -40,8 +40,9 @@ from paceline.launch.rendezvous.stores import (
     serve_rendezvous,
 )
 from paceline.launch.secret import RunSecret
+from ports import free_port
 
-TIMEOUT = 5.0
+TIMEOUT = 10.0
 
 
 def member(name: str, **facts: Any) -> NodeMember:
@@ -212,12 +213,12 @@ def test_a_store_that_does_not_answer_is_lost_in_time() -> None:
         began = time.monotonic()
         with pytest.raises(StoreUnreachable, match="did not answer"):
             StoreConnection("127.0.0.1", silent.getsockname()[1], patience=0.5)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
 
 
 def test_a_store_that_is_gone_is_known_at_once_and_a_missing_key_is_no_lost_line() -> None:
-    server = serve("127.0.0.1", 0)
-    connection = StoreConnection("127.0.0.1", server.port, patience=0.5)
+    server = serve("127.0.0.1", free_port())
+    connection = StoreConnection("127.0.0.1", server.port, patience=2)
     assert connection.call(lambda store: store.add("count", 2)) == 2
     with pytest.raises(KeyError):
         connection.call(lambda store: store.get("missing"))
@@ -228,7 +229,7 @@ def test_a_store_that_is_gone_is_known_at_once_and_a_missing_key_is_no_lost_line
         connection.call(lambda store: store.add("count", 1))
     del server
     with pytest.raises(StoreRefused):
-        StoreConnection("127.0.0.1", port, patience=0.5)
+        StoreConnection("127.0.0.1", port, patience=2)
 
 
 def test_the_second_candidate_waits_its_turn_and_then_serves(
@@ -237,9 +238,9 @@ def test_the_second_candidate_waits_its_turn_and_then_serves(
     monkeypatch.setattr(rendezvous_endpoints, "TURN_SECONDS", 1.0)
     monkeypatch.setattr(rendezvous_endpoints, "is_this_machine", lambda host: host == "localhost")
     absent, own = Endpoint("127.0.0.1", free_port()), Endpoint("localhost", free_port())
-    endpoints = RendezvousEndpoints([absent, own], patience=0.5)
+    endpoints = RendezvousEndpoints([absent, own], patience=30)
     began = time.monotonic()
-    records = endpoints.find(began + 30, lambda: None)
+    records = endpoints.find(began + 120, lambda: None)
     assert endpoints.serves
     assert time.monotonic() - began >= 1.0
     records.connection.close()
@@ -247,7 +248,7 @@ def test_the_second_candidate_waits_its_turn_and_then_serves(
     server = serve_rendezvous(absent.host, absent.port)
     current = CurrentWorld("w", 1, 4, ["a"], {}, RunInfo("/runs/x", "x"))
     server.store.set("run0/current", encode(current))
-    found = endpoints.find(time.monotonic() + 30, lambda: None)
+    found = endpoints.find(time.monotonic() + 120, lambda: None)
     assert found.current() is not None
     assert not endpoints.serves
     found.connection.close()
@@ -259,7 +260,12 @@ def test_the_second_candidate_waits_its_turn_and_then_serves(
 class Launcher:
     """A launcher without ranks: it meets, and meets again whenever its world is over."""
 
-    def __init__(self, name: str, settings: RendezvousSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: RendezvousSettings,
+        take: Callable[[RunInfo], None] | None = None,
+    ) -> None:
         self.name = name
         self.written: list[Event] = []
         self.notices: list[str] = []
@@ -268,7 +274,7 @@ class Launcher:
         self.error: BaseException | None = None
         hooks = RunHooks(
             make=lambda: RunInfo(f"/runs/{name}", name),
-            take=self.taken.append,
+            take=take or self.taken.append,
             write=self.written.append,
             keep_log=lambda *_: None,
             notice=self.notices.append,
@@ -327,7 +333,14 @@ class Town:
         self.secret: RunSecret | None = None
         self.launchers: list[Launcher] = []
 
-    def start(self, name: str, least: int = 1, most: int = 3, **more: Any) -> Launcher:
+    def start(
+        self,
+        name: str,
+        least: int = 1,
+        most: int = 3,
+        take: Callable[[RunInfo], None] | None = None,
+        **more: Any,
+    ) -> Launcher:
         more.setdefault("secret", self.secret)
         settings = RendezvousSettings(
             [Endpoint("127.0.0.1", self.port)],
@@ -340,7 +353,7 @@ class Town:
                 **more,
             },
         )
-        launcher = Launcher(name, settings)
+        launcher = Launcher(name, settings, take)
         self.launchers.append(launcher)
         return launcher
 
@@ -359,7 +372,7 @@ def town() -> Iterator[Town]:
 
 def met(launcher: Launcher, *hosts: str) -> None:
     """Wait until ``launcher`` is in a world of just these hosts."""
-    wait_for(lambda: launcher.worlds[-1:] == [list(hosts)], f"{hosts}, not {launcher.worlds}", 60)
+    wait_for(lambda: launcher.worlds[-1:] == [list(hosts)], f"{hosts}, not {launcher.worlds}")
 
 
 def test_launchers_meet_work_on_one_run_and_let_others_in(town: Town) -> None:
@@ -374,7 +387,7 @@ def test_launchers_meet_work_on_one_run_and_let_others_in(town: Town) -> None:
         "b knows that the run goes on"
     )
     second.rendezvous.post(Note(message="from b"))
-    wait_for(lambda: [e for e in first.written if isinstance(e, Note)], "b's news", 60)
+    wait_for(lambda: [e for e in first.written if isinstance(e, Note)], "b's news")
     assert [event.host for event in first.written if isinstance(event, NodeJoined)] == ["b"]
     assert second.written == []
 
@@ -384,7 +397,6 @@ def test_a_launcher_that_vanishes_is_lost_and_the_rest_goes_on(town: Town) -> No
     wait_for(
         lambda: all(len(one.worlds[-1:]) and len(one.worlds[-1]) == 3 for one in launchers),
         "all",
-        60,
     )
     order = launchers[0].worlds[-1]
     by_name = {one.name: one for one in launchers}
@@ -398,15 +410,13 @@ def test_a_launcher_that_vanishes_is_lost_and_the_rest_goes_on(town: Town) -> No
 
 
 def test_a_launcher_that_dies_is_known_before_the_timeout(town: Town) -> None:
-    first = town.start("a", node_timeout=60.0)
+    first = town.start("a", node_timeout=10 * PATIENCE)
     met(first, "a")
-    second = town.start("b", node_timeout=60.0)
+    second = town.start("b", node_timeout=10 * PATIENCE)
     met(first, "a", "b")
     met(second, "a", "b")
-    began = time.monotonic()
     second.vanish()
     met(first, "a")
-    assert time.monotonic() - began < 40
     assert [event.reason for event in first.written if isinstance(event, NodeLeft)] == ["lost"]
 
 
@@ -415,15 +425,15 @@ def test_leaving_and_closing_are_told_apart(town: Town) -> None:
     met(first, "a")
     second = town.start("b")
     third = town.start("c")
-    wait_for(lambda: first.worlds[-1:] and len(first.worlds[-1]) == 3, "all three", 60)
+    wait_for(lambda: first.worlds[-1:] and len(first.worlds[-1]) == 3, "all three")
     second._ended.set()
     second._thread.join()
     second.rendezvous.leave("preempted")
-    wait_for(lambda: first.worlds[-1] == ["a", "c"], "the world without b", 60)
+    wait_for(lambda: first.worlds[-1] == ["a", "c"], "the world without b")
     left = [event.reason for event in first.written if isinstance(event, NodeLeft)]
     assert left == ["preempted"]
     first.rendezvous.close_for_all("stopped by Ctrl-C on a")
-    wait_for(lambda: isinstance(third.error, RendezvousClosedError), "c to hear of it", 60)
+    wait_for(lambda: isinstance(third.error, RendezvousClosedError), "c to hear of it")
     assert "stopped by Ctrl-C on a" in str(third.error)
     assert third.rendezvous.is_closed()
 
@@ -432,7 +442,7 @@ def test_a_launcher_with_another_config_is_refused_and_disturbs_nobody(town: Tow
     first = town.start("a")
     met(first, "a")
     other = town.start("b", asked={"steps": "2"})
-    wait_for(lambda: other.error, "the refusal", 60)
+    wait_for(lambda: other.error, "the refusal")
     assert isinstance(other.error, NotTheSameRun)
     assert "steps is 2 on b, 1 on a" in str(other.error)
     assert first.worlds == [["a"]]
@@ -455,7 +465,7 @@ def test_a_world_outlives_its_meeting_place_and_is_found_at_the_next(town: Town)
 
 def test_too_few_machines_and_a_stop_end_the_waiting(town: Town) -> None:
     alone = town.start("a", least=2, rejoin_timeout=1.0)
-    wait_for(lambda: alone.error, "the end of its patience", 60)
+    wait_for(lambda: alone.error, "the end of its patience")
     assert isinstance(alone.error, RendezvousTimeoutError)
     assert str(alone.error) == (
         f"1 of 2 machines came to 127.0.0.1:{town.port} within 1 s (launch.rejoin_timeout); start "
@@ -464,20 +474,16 @@ def test_too_few_machines_and_a_stop_end_the_waiting(town: Town) -> None:
     waits = town.start("b", least=2)
     time.sleep(1)
     waits.rendezvous.stop_waiting()
-    wait_for(lambda: waits.error, "the stop", 60)
+    wait_for(lambda: waits.error, "the stop")
     assert isinstance(waits.error, WaitingStopped)
 
 
 def test_a_machine_that_cannot_take_part_says_so_to_all(town: Town) -> None:
-    first = town.start("a", least=2)
-    second = town.start("b", least=2)
-
     def refuse(run: RunInfo) -> None:
         raise ConfigError("checkpoints cannot be seen here")
 
-    for launcher in (first, second):
-        object.__setattr__(launcher.rendezvous._hooks, "take", refuse)
-    wait_for(lambda: first.error and second.error, "both to end", 60)
+    first, second = (town.start(name, least=2, take=refuse) for name in "ab")
+    wait_for(lambda: first.error and second.error, "both to end")
     kinds = sorted(type(one.error).__name__ for one in (first, second))
     assert kinds == ["ConfigError", "RendezvousClosedError"]
     assert all("checkpoints cannot be seen here" in str(one.error) for one in (first, second))
@@ -495,12 +501,12 @@ def test_with_a_secret_launchers_meet_lose_each_other_and_meet_again(town: Town)
     first = town.start("a")
     met(first, "a")
     second, third = town.start("b"), town.start("c")
-    wait_for(lambda: len(first.worlds[-1]) == 3, "all three", 60)
+    wait_for(lambda: len(first.worlds[-1]) == 3, "all three")
     second.vanish()
     met(first, "a", "c")
     met(third, "a", "c")
     first.rendezvous.close_for_all("done")
-    wait_for(lambda: third.error, "the end", 30)
+    wait_for(lambda: third.error, "the end")
     assert isinstance(third.error, RendezvousClosedError)
 
 
@@ -509,11 +515,11 @@ def test_who_has_another_secret_or_none_does_not_get_in_and_disturbs_nobody(town
     first = town.start("a")
     met(first, "a")
     others = [
-        town.start("b", secret=secret("ijklmnop"), rejoin_timeout=3.0),
-        town.start("c", secret=None, rejoin_timeout=3.0),
+        town.start("b", secret=secret("ijklmnop"), rejoin_timeout=6.0),
+        town.start("c", secret=None, rejoin_timeout=6.0),
     ]
     for other in others:
-        wait_for(lambda other=other: other.error, "the end of waiting", 60)
+        wait_for(lambda other=other: other.error, "the end of waiting")
         assert isinstance(other.error, RendezvousTimeoutError)
         assert other.worlds == []
     assert "has another secret than the secret ijklmnop" in str(others[0].error)
@@ -525,6 +531,6 @@ def test_who_has_a_secret_does_not_join_a_place_without_one(town: Town) -> None:
     first = town.start("a")
     met(first, "a")
     other = town.start("b", secret=secret("abcdefgh"), rejoin_timeout=2.0)
-    wait_for(lambda: other.error, "the end of waiting", 60)
+    wait_for(lambda: other.error, "the end of waiting")
     assert "was it started without?" in str(other.error)
     assert first.worlds == [["a"]]

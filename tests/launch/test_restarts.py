@@ -81,8 +81,9 @@ def test_ranks_that_save_and_leave_are_started_again_free_of_charge(tmp_path: Pa
 class Watcher:
     """Finds the ranks of the first world stuck."""
 
-    def __init__(self, stuck: DetectedHang) -> None:
+    def __init__(self, stuck: DetectedHang, folder: Path) -> None:
         self.stuck = stuck
+        self.folder = folder
         self.worlds: list[StartedRanks] = []
         self.calls: list[str] = []
 
@@ -91,6 +92,7 @@ class Watcher:
         self.calls.append("started")
         assert all(is_running(pid) for pid in world.ranks.values())
         assert world.scratch.is_dir()
+        (self.folder / f"seen{len(self.worlds) - 1}").touch()
 
     def look(self) -> DetectedHang | None:
         return self.stuck if len(self.worlds) == 1 else None
@@ -104,11 +106,12 @@ STUCK = """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if attempt == 0: time.sleep(600)
+while not os.path.exists(os.path.dirname(sys.argv[0]) + f"/seen{attempt}"): time.sleep(0.01)
 """
 
 
 def test_ranks_that_hang_are_killed_and_started_again(tmp_path: Path) -> None:
-    watcher = Watcher(DetectedHang("restart", "rank 1 is missing", [1], step=7))
+    watcher = Watcher(DetectedHang("restart", "rank 1 is missing", [1], step=7), tmp_path)
     launch(job(tmp_path, STUCK, nproc=2, events_dir=tmp_path, hang_watcher=lambda: watcher))
     assert watcher.calls == ["started", "ended"] * 2
     first, second = watcher.worlds
@@ -122,7 +125,7 @@ def test_ranks_that_hang_are_killed_and_started_again(tmp_path: Path) -> None:
 
 
 def test_a_hang_may_end_the_run(tmp_path: Path) -> None:
-    watcher = Watcher(DetectedHang("stop", "rank 0 is missing", [0]))
+    watcher = Watcher(DetectedHang("stop", "rank 0 is missing", [0]), tmp_path)
     with pytest.raises(RankFailed, match=r"The run hung: rank 0 is missing") as caught:
         launch(job(tmp_path, STUCK, hang_watcher=lambda: watcher))
     assert caught.value.rank == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_cases import Cluster, Launcher, worlds
+from node_cases import CALM, Cluster, Launcher, worlds
 
 from paceline.events import NodeJoined, NodeLeft, RankLost, Restarting
 from paceline.launch.secret import make_secret
@@ -22,7 +22,7 @@ from paceline.testing.hosts import Host, Hosts, hosts_available
 pytestmark = [
     pytest.mark.waits,
     pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available())),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 PORT = 29400
 ATTACKS = Path(__file__).with_name("stranger_attacks.py")
@@ -70,7 +70,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         rdzv = f"{hosts[0].address}:{PORT}"
         more = ["--secret-file", "secret"]
         # So slow that it is far from its end after all attacks, also on a busy machine.
-        with Cluster(folder, nnodes="2", rdzv=rdzv, more=more, delay=0.25) as cluster:
+        with Cluster(
+            folder, nnodes="2", rdzv=rdzv, more=more, delay=0.25, node_timeout=CALM
+        ) as cluster:
             launchers = [cluster.start(host) for host in hosts[:2]]
             cluster.reaches(1)
             found = Scene(hosts, cluster, launchers, folder / "executed")
@@ -107,7 +109,7 @@ def can_enter(host: Host, folder: Path, port: int) -> bool:
         "t.close()"
     )
     command = [sys.executable, "-c", code, "host0", str(port)]
-    return host.run(command, cwd=folder, timeout=60).returncode == 0
+    return host.run(command, cwd=folder, timeout=120).returncode == 0
 
 
 def test_floods_and_connections_that_are_held_keep_nobody_out(scene: Scene) -> None:
@@ -139,7 +141,7 @@ def test_launchers_without_the_secret_do_not_join(scene: Scene) -> None:
 
 
 def test_at_last_the_run_is_bitwise_what_it_is_undisturbed(scene: Scene, tmp_path: Path) -> None:
-    with Cluster(tmp_path, nnodes="2", slow=False) as alone:
+    with Cluster(tmp_path, nnodes="2", slow=False, node_timeout=CALM) as alone:
         both = [alone.start() for _ in range(2)]
         scene.cluster.hurry()
         assert [launcher.ends() for launcher in both] == [0, 0], alone.outputs()

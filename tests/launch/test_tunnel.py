@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from paceline.config.endpoints import Endpoint, endpoints
 from paceline.credentials import Secret
 from paceline.errors import ConfigError
 from paceline.launch import tunnel as module
+from paceline.launch import tunnel_connections
 from paceline.launch.environment import SECRET, SECRET_FILE
 from paceline.launch.listening import listen
 from paceline.launch.loopback import peer_is_us
@@ -42,8 +42,11 @@ from paceline.launch.secret import (
 )
 from paceline.launch.tunnel import Tunnel, WrongSecret
 from paceline.launch.tunnel_connections import MOST_HANDSHAKES
+from ports import free_port
 
 NOBODY = 65534
+PATIENT = 60.0
+"""Seconds for what is there to answer: a busy machine takes some for a handshake."""
 
 
 def secret(text: str = "abcdefgh") -> RunSecret:
@@ -148,7 +151,7 @@ def served(here: Tunnel) -> Iterator[ServedStore]:
 
 
 def test_a_store_is_used_through_a_tunnel(there: Tunnel, served: ServedStore) -> None:
-    connection = StoreConnection("127.0.0.1", served.port, 5.0, there)
+    connection = StoreConnection("127.0.0.1", served.port, PATIENT, there)
     connection.call(lambda store: store.set("key", "x" * (3 << 20)))
     assert len(served.store.get("key")) == 3 << 20
     second = connection.another()
@@ -167,21 +170,26 @@ def test_a_store_is_used_through_a_tunnel(there: Tunnel, served: ServedStore) ->
 
 
 def test_a_store_that_is_closed_is_gone_for_those_who_use_it(there: Tunnel, here: Tunnel) -> None:
-    served = ServedStore("127.0.0.1", 0, here)
-    connection = StoreConnection("127.0.0.1", served.port, 2.0, there)
+    served = ServedStore("127.0.0.1", free_port(), here)
+    connection = StoreConnection("127.0.0.1", served.port, PATIENT, there)
     served.close()
     with pytest.raises(StoreUnreachable):
         connection.call(lambda store: store.get("key"))
     with pytest.raises(StoreRefused):
-        wait_for(
-            lambda: StoreConnection("127.0.0.1", served.port, 2.0, there) and None, "its end", 5
-        )
+        StoreConnection("127.0.0.1", served.port, PATIENT, there)
+
+
+def test_the_port_of_a_store_that_is_closed_is_free_at_once(here: Tunnel) -> None:
+    port = free_port()
+    for _ in range(4):
+        ServedStore("127.0.0.1", port, here).close()
+    listen("127.0.0.1", port).close()
 
 
 def test_another_secret_and_none_are_told_apart_and_refused(served: ServedStore) -> None:
     with contextlib.closing(Tunnel(secret("ijklmnop"), lambda _: None)) as other:
         with pytest.raises(ForeignStore, match="another secret than secret ijklmnop"):
-            StoreConnection("127.0.0.1", served.port, 2.0, other)
+            StoreConnection("127.0.0.1", served.port, PATIENT, other)
         silent = listen("127.0.0.1", 0)
         with silent, pytest.raises(WrongSecret, match="was it started without"):
             other.probe("127.0.0.1", silent.getsockname()[1], 0.5)
@@ -201,10 +209,10 @@ def test_an_answer_that_comes_too_late_does_not_hide_that_the_secret_is_another(
 
     monkeypatch.setattr(rendezvous_endpoints, "is_this_machine", lambda host: False)
     with contextlib.closing(Tunnel(secret("ijklmnop"), lambda _: None)) as other:
-        served = ServedStore("127.0.0.1", 0, here)
+        served = ServedStore("127.0.0.1", free_port(), here)
         place = Endpoint("127.0.0.1", served.port)
         places = RendezvousEndpoints([place], 0.5, other)
-        assert "another secret than secret ijklmnop" in why()
+        wait_for(lambda: "another secret than secret ijklmnop" in why(), "an answer in time")
         served.close()
         with listen("127.0.0.1", served.port):
             assert "another secret than secret ijklmnop" in why()
@@ -227,7 +235,7 @@ def contexts() -> Iterator[ssl.SSLContext]:
 def test_without_the_certificate_nothing_reaches_the_store(served: ServedStore) -> None:
     keys = served.store.num_keys()
     for context in contexts():
-        plain = socket.create_connection(("127.0.0.1", served.port), timeout=5)
+        plain = socket.create_connection(("127.0.0.1", served.port), timeout=PATIENT)
         with context.wrap_socket(plain) as connection, contextlib.suppress(OSError):
             connection.sendall(b"\0" * 100)
             assert connection.recv(100) == b""
@@ -238,7 +246,7 @@ def test_old_versions_of_tls_are_refused(served: ServedStore) -> None:
     context = keys_of(secret()).client
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    plain = socket.create_connection(("127.0.0.1", served.port), timeout=5)
+    plain = socket.create_connection(("127.0.0.1", served.port), timeout=PATIENT)
     with pytest.raises(ssl.SSLError), plain:
         context.wrap_socket(plain)
 
@@ -246,17 +254,17 @@ def test_old_versions_of_tls_are_refused(served: ServedStore) -> None:
 def test_silence_garbage_and_floods_do_not_keep_the_real_ones_out(
     there: Tunnel, served: ServedStore
 ) -> None:
-    connection = StoreConnection("127.0.0.1", served.port, 5.0, there)
+    connection = StoreConnection("127.0.0.1", served.port, PATIENT, there)
     where = ("127.0.0.1", served.port)
-    held = [socket.create_connection(where, timeout=5) for _ in range(MOST_HANDSHAKES)]
+    held = [socket.create_connection(where, timeout=PATIENT) for _ in range(MOST_HANDSHAKES)]
     try:
         for number, stranger in enumerate(held):
             with contextlib.suppress(OSError):
                 stranger.sendall([b"\x16\x03\x01\x02\x00", os.urandom(300), b"x"][number % 3])
         for _ in range(300):
-            socket.create_connection(where, timeout=5).close()
-        there.probe(*where, 10.0)
-        other = StoreConnection(*where, 10.0, there)
+            socket.create_connection(where, timeout=PATIENT).close()
+        there.probe(*where, PATIENT)
+        other = StoreConnection(*where, PATIENT, there)
         other.call(lambda store: store.set("a", "b"))
         other.close()
         assert connection.call(lambda store: store.get("a")) == b"b"
@@ -270,14 +278,13 @@ def test_handshakes_that_are_never_finished_are_ended(
     here: Tunnel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(tunnel_connections, "HANDSHAKE_SECONDS", 10 * PATIENT)  # of the whole entry
     with contextlib.closing(ServedStore("127.0.0.1", 0, here)) as served:
-        stranger = socket.create_connection(("127.0.0.1", served.port), timeout=10)
-        stranger.sendall(b"\x16\x03\x01")
-        began = time.monotonic()
-        with contextlib.suppress(ConnectionError):
-            assert stranger.recv(1) == b""
-        assert time.monotonic() - began < 8
-        stranger.close()
+        where = ("127.0.0.1", served.port)
+        with socket.create_connection(where, timeout=PATIENT) as stranger:
+            stranger.sendall(b"\x16\x03\x01")
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(1) == b""
 
 
 def as_nobody(port: int) -> str:
@@ -300,7 +307,7 @@ def test_other_users_of_the_machine_do_not_get_in_on_loopback(there: Tunnel) -> 
             while True:
                 connection, _ = echo.accept()
                 with connection:
-                    connection.settimeout(5)
+                    connection.settimeout(PATIENT)
                     received.append(connection.recv(10))
                     connection.sendall(b"welcome")
 
@@ -311,7 +318,7 @@ def test_other_users_of_the_machine_do_not_get_in_on_loopback(there: Tunnel) -> 
         host, port = there.reach("127.0.0.1", gate.port)
         assert as_nobody(port) == ""
         assert received == []
-        with socket.create_connection((host, port), timeout=5) as ours:
+        with socket.create_connection((host, port), timeout=PATIENT) as ours:
             ours.sendall(b"hello")
             assert ours.recv(10) == b"welcome"
         assert received == [b"hello"]
@@ -331,7 +338,7 @@ def test_other_users_of_the_machine_do_not_get_to_the_store_itself(
         socket.create_connection(("127.0.0.1", inside), timeout=0.5).close()
     except TimeoutError:
         assert as_nobody(inside) == ""
-        connection = StoreConnection("127.0.0.1", served.port, 5.0, there)
+        connection = StoreConnection("127.0.0.1", served.port, PATIENT, there)
         connection.call(lambda store: store.set("a", "b"))
         connection.close()
     else:

@@ -55,7 +55,7 @@ def as_nobody(
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     return done.stdout.splitlines()
 
@@ -120,7 +120,7 @@ def test_no_address_of_the_machine_leads_another_user_to_a_store(
     with contextlib.closing(ServedStore("127.0.0.1", 0, tunnel)) as served:
         sources = own_addresses()
         assert as_nobody(served.store.port, *sources) == [f"out {source}" for source in sources]
-        connection = StoreConnection("127.0.0.1", served.port, 5.0, tunnel)
+        connection = StoreConnection("127.0.0.1", served.port, 60.0, tunnel)
         connection.call(lambda store: store.set("a", "b"))
         assert served.store.get("a") == b"b"
         connection.close()
@@ -144,7 +144,7 @@ def test_a_key_is_asked_for_over_both_kinds_of_addresses() -> None:
         assert as_nobody(port, "127.0.0.1", "127.0.0.2") == ["out 127.0.0.1", "out 127.0.0.2"]
         assert as_nobody(port, "::1", host="::1", family=socket.AF_INET6) == ["out ::1"]
         with connect_with_key(port, KEY) as ours:
-            ours.settimeout(5)
+            ours.settimeout(60)
             ours.connect(("127.0.0.1", port))
 
 
@@ -177,7 +177,7 @@ def test_who_was_there_before_the_lock_is_noticed(tunnel: Tunnel) -> None:
 
 def test_a_socket_that_another_user_has_closed_is_not_taken_for_one_of_root() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(5)
+        server.settimeout(60)
         assert as_nobody(server.getsockname()[1], "127.0.0.1") == ["in 127.0.0.1"]
         accepted, _ = server.accept()
         with accepted:
@@ -185,7 +185,7 @@ def test_a_socket_that_another_user_has_closed_is_not_taken_for_one_of_root() ->
             assert not peer_is_us(accepted)
             # When the closing has been acknowledged, all the kernel still shows is user 0.
             port = accepted.getpeername()[1]
-            wait_for(lambda: state_of(port) == FIN_WAIT_2 or None, "the end of its socket", 5)
+            wait_for(lambda: state_of(port) == FIN_WAIT_2 or None, "the end of its socket", 50)
             assert not peer_is_us(accepted)
 
 
@@ -195,6 +195,6 @@ def test_what_another_user_said_and_left_is_not_passed_on(tunnel: Tunnel, said: 
         gate = tunnel.expose(socket.create_server(("127.0.0.1", 0)), inside.getsockname()[1])
         _, port = tunnel.reach("127.0.0.1", gate.port)
         as_nobody(port, "127.0.0.1", "127.0.0.2")
-        wait_for(lambda: said or None, "the refusal", 5)
+        wait_for(lambda: said or None, "the refusal")
         with pytest.raises(BlockingIOError):
             inside.accept()

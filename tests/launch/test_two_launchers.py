@@ -62,7 +62,7 @@ class Seat(LauncherRendezvous):
                 table.worlds.append((server, table.waiting))
                 table.waiting = []
                 table.changed.notify_all()
-            table.changed.wait_for(lambda: len(table.worlds) > before or table.closed, 60)
+            table.changed.wait_for(lambda: len(table.worlds) > before or table.closed, 240)
             if table.closed is not None:
                 raise RendezvousClosedError(table.closed)
             server, self.nodes_now = table.worlds[-1]
@@ -127,10 +127,13 @@ def kinds(table: Table, kind: type[Event]) -> list[Event]:
 
 
 SECOND_DIES = """
-import os, signal, time
+import os, signal, sys, time
+up = os.path.join(sys.argv[1], "up")
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if os.environ["RANK"] == "1":
+        while not os.path.exists(up): time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+    open(up, "w").close()
     time.sleep(600)  # hears nothing of the other rank
 """
 
@@ -196,7 +199,7 @@ def test_a_node_that_joins_and_has_no_place_stands_by_until_the_end(tmp_path: Pa
     with ThreadPoolExecutor() as pool:
         outcomes: list[Future[None]] = []
         outcomes.append(pool.submit(launch, node(table, "a", tmp_path, usable_ranks=lambda n: 1)))
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not (tmp_path / "up").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)

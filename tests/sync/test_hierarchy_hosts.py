@@ -17,7 +17,7 @@ from paceline.testing.hosts import Hosts, hosts_available
 pytestmark = [
     pytest.mark.waits,
     pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available())),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 CONFIG = """
 name: linked

@@ -122,14 +122,20 @@ def test_faults_hit_the_planned_rank_at_the_planned_step(ranks):
         kill_at(rank=1, step=3): "rank 1 of 2 died: killed by SIGKILL",
         exit_at(rank=0, step=2, exit_code=7): "rank 0 of 2 died: exit code 7",
         raise_at(rank=1, step=0): "rank 1 of 2 raised paceline.testing.faults.InjectedFault",
-        hang_at(rank=0, step=4): "rank 0 of 2 did not finish within 1 s",
     }
     for fault, message in fatal.items():
         with pytest.raises(RankFailed) as caught:
-            ranks(job, FaultPlan(fault), timeout=1)
+            ranks(job, FaultPlan(fault))
         assert str(caught.value).startswith(message)
         if fault.action == "raise":
             assert isinstance(caught.value.__cause__, InjectedFault)
+
+    for limit in (1, 10, 60):  # a busy machine may need longer until the other is done
+        with pytest.raises(RankFailed) as caught:
+            ranks(job, FaultPlan(hang_at(rank=0, step=4)), timeout=limit)
+        if "(rank 1 had finished)" in str(caught.value):
+            break
+    assert str(caught.value).startswith(f"rank 0 of 2 did not finish within {limit} s")
 
     harmless = FaultPlan(
         kill_at(rank=1, step=5), kill_at(rank=2, step=1), kill_at(rank=0, step=0, attempt=1)

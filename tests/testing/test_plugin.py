@@ -22,7 +22,7 @@ def run_pytest(folder: Path, code: str, *options: str) -> subprocess.CompletedPr
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

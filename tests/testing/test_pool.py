@@ -204,7 +204,7 @@ def test_a_cpp_terminate_shows_what_the_rank_was_doing(ranks):
         dist.all_reduce(torch.ones(1000 * (rank + 1)))
 
     with pytest.raises(RankFailed) as caught:
-        ranks(job, timeout=20)
+        ranks(job)
     assert "died: killed by SIGABRT" in str(caught.value)
     assert "terminate called" in str(caught.value)
     assert "all_reduce" in caught.value.traceback  # the Python stack at the moment of death
@@ -213,17 +213,20 @@ def test_a_cpp_terminate_shows_what_the_rank_was_doing(ranks):
 @pytest.mark.world(3)
 def test_a_hang_shows_the_stack_of_every_rank_that_is_stuck(ranks):
     def stuck_in_here():
-        time.sleep(60)
+        time.sleep(600)
 
     def job():
         if World.current().rank == 0:
             return
         stuck_in_here() if World.current().rank == 1 else collectives.barrier()
 
-    with pytest.raises(RankFailed) as caught:
-        ranks(job, timeout=1)
-    text = str(caught.value)
-    assert text.startswith("rank 1, 2 of 3 did not finish within 1 s and was stopped.")
+    for limit in (1, 10, 60):  # a busy machine may need longer until all others are done
+        with pytest.raises(RankFailed) as caught:
+            ranks(job, timeout=limit)
+        text = str(caught.value)
+        if "in stuck_in_here" in text and "(rank 0 had finished)" in text:
+            break
+    assert text.startswith(f"rank 1, 2 of 3 did not finish within {limit} s and was stopped.")
     first, second = text.split("rank 2 was here:")
     assert "in stuck_in_here" in first
     assert "in barrier" in second
@@ -366,11 +369,15 @@ def test_wrong_arguments_are_refused(ranks):
 
 
 def test_an_interrupted_job_leaves_a_working_pool(ranks):
-    timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
-    timer.start()
+    owner = os.getpid()
+
+    def job():
+        if World.current().rank == 1:
+            os.kill(owner, signal.SIGINT)
+        time.sleep(600)
+
     with pytest.raises(KeyboardInterrupt):
-        ranks(time.sleep, 60, world_size=2)
-    timer.join()
+        ranks(job, world_size=2)
     assert ranks(lambda: World.current().rank, world_size=2) == [0, 1]
 
 
@@ -389,7 +396,7 @@ def test_threads_may_share_a_pool(ranks):
 
 
 def test_a_pool_outlives_its_server_and_leaves_nothing_when_closed():
-    with RankPool(timeout=30) as pool:
+    with RankPool(timeout=120) as pool:
         assert pool.server_pid is None  # starts when it is needed
         first = pool.run(os.getpid, world_size=2)
         os.kill(pool.server_pid, signal.SIGKILL)
@@ -420,7 +427,7 @@ def test_no_rank_outlives_a_killed_owner():
 
 
 def wait_until_gone(pids):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"still alive: {alive}"
         time.sleep(0.02)

@@ -310,7 +310,7 @@ shown.handle(RunStarted(layout="dp=1", world_size=1, device="cpu", precision="fp
 shown.handle(StepDone(step=3, epoch=1, loss=1.5, lr=0.001, samples=8, seconds=0.5, time=1.0))
 shown.handle(PhaseProgress(phase="evaluation", step=3, total=10, time=1.0))
 shown.handle(PhaseProgress(phase="evaluation", step=3, done=4, total=10, time=3.0))
-time.sleep(0.3)  # two of its refreshes
+time.sleep(1.5)  # several of its refreshes
 shown.close()
 """
     )

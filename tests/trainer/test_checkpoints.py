@@ -100,7 +100,6 @@ def save_and_load_all(layouts: list[str], folders: dict[str, str]) -> tuple[Any,
     return saved, {layout: load_into(engine, every) for layout, engine in engines.items()}
 
 
-@pytest.mark.timeout(300)
 def test_ten_layouts_load_what_each_saved(ranks: Any, tmp_path: Path) -> None:
     folders = {layout: str(tmp_path / layout) for layout in LAYOUTS}
     worlds: dict[int, list[str]] = {}

@@ -244,7 +244,7 @@ def test_a_trainer_runs_ahead_of_one_that_stands_still(ranks: Any, tmp_path: Pat
             if rank == 0 and trainer.step == 2 + LAG - 2:
                 mark.touch()
             if rank == 1 and trainer.step == 2:
-                deadline = time.monotonic() + 60
+                deadline = time.monotonic() + 150
                 while not mark.exists():
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
@@ -271,10 +271,11 @@ def test_a_rank_that_fails_in_a_round_takes_the_run_down_at_once(ranks: Any) -> 
         trainer = make_trainer(paceline.LocalSteps(every=50), None, fail)
         trainer.fit(dataset(), steps=STEPS)
 
+    ranks(int)  # the pool is up
     started = time.monotonic()
     with pytest.raises(paceline.errors.RankFailed, match="nobody expected this"):
         ranks(job)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 100, "not when the pool gives up"
 
 
 @pytest.mark.world(2)

@@ -120,7 +120,6 @@ def undisturbed(rank_pool: Any, tmp_path_factory: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("asked", LAYOUTS)
 def test_losing_and_gaining_ranks_changes_nothing(
     ranks: Any, tmp_path: Path, asked: str, undisturbed: list[float]
@@ -162,7 +161,6 @@ def test_restart_at_the_same_size_is_exact_to_the_bit(
     assert losses == whole
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("asked", ["auto", "zero=3", "pp=2"])
 def test_world_that_grows_beyond_the_batch(ranks: Any, tmp_path: Path, asked: str) -> None:
     """Some ranks get no samples then; they go along."""

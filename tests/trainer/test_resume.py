@@ -213,7 +213,6 @@ class DiesOnce(paceline.Callback):
         FaultPlan(kill_at(rank=1, step=5)).reach(result.step)
 
 
-@pytest.mark.timeout(240)
 def test_own_ranks_that_die_are_started_again(tmp_path: Path) -> None:
     options = dict(checkpoint=paceline.Checkpointing(every=2), seed=3)
     undisturbed = trainer(tmp_path / "a", **options)

@@ -28,7 +28,9 @@ from paceline.checkpoint.engine_names import (
     named_engines,
 )
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.going_back import finish_going_back, go_back, last_gone_back
 from paceline.checkpoint.hashing import Digest, make_digest
+from paceline.checkpoint.locate import Which, check_which, choose
 from paceline.checkpoint.memory.checkpoint import MemoryCheckpoint
 from paceline.checkpoint.memory.find import OWN_MEMORY, PARTNER_MEMORY, snapshots_in_memory
 from paceline.checkpoint.memory.snapshots import MemorySnapshots
@@ -47,7 +49,7 @@ from paceline.checkpoint.saveable import SavedEngine, Stateful, checked_objects
 from paceline.checkpoint.sharded.async_saver import AsyncSaver, SaveOutcome
 from paceline.data.loader import Loader
 from paceline.errors import CheckpointDamaged, CheckpointError, ConfigError
-from paceline.events import Event, RestoreTried
+from paceline.events import Event, Note, RestoreTried
 from paceline.events.wording import checkpoint_trouble
 from paceline.options import Checkpointing
 from paceline.version import __version__
@@ -69,6 +71,8 @@ class Restored:
     info: dict[str, Any]
     has_random: bool
     """Whether each rank's random streams go on, too: the world has the size it had then."""
+    set_aside: str | None = None
+    """Where the checkpoints of later steps are now, if the run went back and there were any."""
 
 
 class Checkpoints:
@@ -285,13 +289,23 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ restoring
 
-    def restore(self) -> Restored | None:
+    def restore(self, which: Which | None = None) -> Restored | None:
         """Go on from the newest state that is whole; ``None`` where there is none at all.
 
         Memory of this node, memory of a partner node, then checkpoints from the newest to the
         oldest. A damaged one is stepped over; where all are, that is an error. Every rank calls
         it, and all take the same.
+
+        ``which``: go back to ``"best"``, by the metric that the run was told, or to the checkpoint
+        of a step. That one is loaded, or it is an error and nothing has changed. Those of later
+        steps are then moved into a folder ``set-aside-1`` beside it (the next time
+        ``set-aside-2``), so that the run goes on as if it had never been further. Where the
+        launcher starts the ranks again afterwards, they go on from the newest state.
+        ``"last"`` is as without it.
         """
+        check_which(which)
+        if which not in (None, "last") and not self._from_main(self._is_back):
+            return self._go_back(which)
         try:
             restored = restore_newest(self._rungs(), self._tried, agree=first_problem)
         except CheckpointDoesNotFit as error:
@@ -306,6 +320,41 @@ class Checkpoints:
         else:
             self._restored_step = restored.step
         return restored
+
+    def _is_back(self) -> bool:
+        """Whether an earlier start of this launch has gone back already."""
+        if self._world.restart_count == 0:
+            return False
+        last = last_gone_back(self.folder)
+        return last is not None and last.launch == self._world.launch_id
+
+    def _go_back(self, which: Which | None) -> Restored:
+        """Load that one checkpoint, and set those of later steps aside."""
+        step = self._from_main(lambda: choose(self.folder, which).step)
+        only = functools.partial(self._attempt, functools.partial(self.folder.get, step))
+        began = time.monotonic()
+        try:
+            restored, problem = only(), None
+        except CheckpointDoesNotFit as error:
+            raise error.reason from None
+        except CheckpointError as error:
+            restored, problem = None, str(error)
+        problem = first_problem(problem)
+        seconds = time.monotonic() - began
+        self._tried(RestoreAttempt("checkpoint", step, problem is None, problem or "", seconds))
+        if restored is None or problem is not None:
+            raise CheckpointError(
+                f"{problem} The run was to go back to it: nothing was changed. Choose another step."
+            )
+        launch = self._world.launch_id
+        aside = self._from_main(lambda: go_back(self.folder, step, launch, self._new_identity))
+        self._identity = self._from_main(self._read_identity)
+        self._restored_step = restored.step
+        told = f"went back to step {step}"
+        if aside is not None:
+            told += f": the checkpoints of later steps are in {aside} now; delete it to make room"
+        self._report(Note(message=told))
+        return dataclasses.replace(restored, set_aside=aside)
 
     def _rungs(self) -> list[RestoreCandidate[Restored]]:
         """All there is to go on from; of what is of the same step, the fastest first."""
@@ -411,8 +460,11 @@ class Checkpoints:
         """Keep other runs out, and remove what a killed one left half done."""
 
         def take() -> None:
-            self._held.enter_context(self.folder.lock("training"))
-            self.folder.clean()
+            with contextlib.ExitStack() as held:
+                held.enter_context(self.folder.lock("training"))
+                finish_going_back(self.folder, self._new_identity)
+                self.folder.clean()
+                self._held = held.pop_all()
 
         self._from_main(take)
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Which = int | Literal["best", "last"]
 """One of the checkpoints of a run: by its step, or by what it is."""
 _SHOWN = 20
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,21 @@ def find_checkpoint(
     from paceline.checkpoint.checkpoint import Checkpoint
     from paceline.checkpoint.folder import Folder
 
-    _check_which(which, metric, mode)
+    check_which(which, metric, mode)
     place = locate(where, follow=follow, key=key)
     if place.name is not None:
         return _the_one(Checkpoint(place.open(), place.name), which)
-    folder = Folder(place.folder, place.options, place.digest)
+    return choose(Folder(place.folder, place.options, place.digest), which, metric, mode)
+
+
+def choose(
+    folder: Folder,
+    which: Which | None = None,
+    metric: str | None = None,
+    mode: Mode | None = None,
+) -> Checkpoint:
+    """The one of a folder's checkpoints that is meant; see ``find_checkpoint``."""
+    check_which(which, metric, mode)
     found = folder.checkpoints()
     if not found:
         raise CheckpointError(f"{folder.where} holds no checkpoint.{_hint(folder)}")
@@ -133,7 +144,8 @@ def find_checkpoint(
     return chosen
 
 
-def _check_which(which: Any, metric: str | None, mode: str | None) -> None:
+def check_which(which: Any, metric: str | None = None, mode: str | None = None) -> None:
+    """Refuse what names no checkpoint, and a metric where not the best is asked for."""
     number = isinstance(which, int) and not isinstance(which, bool) and which >= 0
     if which not in (None, "last", "best") and not number:
         raise CheckpointError(f"which={which!r}: it is 'best', 'last' or the number of a step.")
@@ -141,6 +153,17 @@ def _check_which(which: Any, metric: str | None, mode: str | None) -> None:
         raise CheckpointError(
             f"a metric or mode ({metric or mode}) is for the best checkpoint: ask for the best."
         )
+
+
+def which_named(text: str) -> Which:
+    """``--which best|last|STEP`` of a command line."""
+    if text == "best":
+        return "best"
+    if text == "last":
+        return "last"
+    if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS:
+        raise ConfigError(f"--which {text}: it is best, last or the number of a step")
+    return int(text)
 
 
 def _the_one(checkpoint: Checkpoint, which: Which | None) -> Checkpoint:

@@ -15,8 +15,8 @@ from paceline.cli.inference import (
     ShareGpu,
     Spread,
     WhichWeights,
+    headline,
     run_inference,
-    weights_asked,
 )
 from paceline.cli.screen import echo, echo_json
 
@@ -40,19 +40,18 @@ def evaluate(
 
     On any layout and number of ranks every sample counts once. The run is left as it is.
     """
+    from paceline.checkpoint.locate import which_named
     from paceline.trainer.run_inference import InferenceRequest
 
-    request = InferenceRequest("evaluate", which=weights_asked(which), ema=ema, batches=batches)
+    request = InferenceRequest("evaluate", which=which_named(which), ema=ema, batches=batches)
     outcome = run_inference(
         run,
         request,
         data=data,
-        flags={
-            "--nproc": ("launch.nproc", nproc),
-            "--layout": ("layout", layout),
-            "--share-gpu": ("launch.share_gpu", "true" if share_gpu else None),
-        },
-        overrides=list(overrides or []),
+        nproc=nproc,
+        layout=layout,
+        share_gpu=share_gpu,
+        overrides=overrides,
         quiet=as_json,
     )
     if as_json:
@@ -66,7 +65,6 @@ def evaluate(
         }
         echo_json(json.dumps({"run": run, "which": which, "ema": ema, "data": data, **outcome}))
         return
-    whose = f"{which}, averaged weights" if ema else which
-    echo(f"{run}, {whose}: step {outcome['step']}, {outcome['samples']} samples of {data}")
+    echo(headline(run, request, data, outcome))
     for name, value in outcome["metrics"].items():
         echo(f"  {name:<16} {value:.6g}")

@@ -45,29 +45,20 @@ Ranks = Annotated[
 __all__ = ["DataSource", "Ema", "Overrides", "Ranks", "Run", "ShareGpu", "Spread", "WhichWeights"]
 
 
-def weights_asked(which: str) -> Any:
-    """``--which`` as ``load_weights`` takes it."""
-    from paceline.errors import ConfigError
-
-    if which in ("best", "last"):
-        return which
-    if not which.isascii() or not which.isdigit():
-        raise ConfigError(f"--which {which}: it is best, last or the number of a step")
-    return int(which)
-
-
 def run_inference(
     run: str,
     request: InferenceRequest,
     *,
     data: str,
-    flags: dict[str, tuple[str, str | None]],
-    overrides: list[str],
-    quiet: bool,
+    nproc: str | None,
+    layout: str | None,
+    share_gpu: bool,
+    overrides: list[str] | None,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Do what ``request`` says on ranks of this machine; what came of it.
 
-    ``flags`` are overrides of the run's config by flag: the key, and the value where it was given.
+    ``nproc`` to ``overrides`` are the flags that change the run's config, as they were given.
     ``quiet``: the output is the command's alone, and progress goes to standard error.
     """
     import dataclasses
@@ -77,13 +68,24 @@ def run_inference(
     from paceline.trainer.run_inference import read_outcome
 
     folder = open_run(run)
-    config = with_code(_config_of(folder, data, flags, overrides))
+    flags = {
+        "--nproc": ("launch.nproc", nproc),
+        "--layout": ("layout", layout),
+        "--share-gpu": ("launch.share_gpu", "true" if share_gpu else None),
+    }
+    config = with_code(_config_of(folder, data, flags, list(overrides or [])))
     asked = dataclasses.replace(request, data="train" if data == "train" else "val")
     with tempfile.TemporaryDirectory(prefix="paceline-inference-") as place:
         there = Path(place)
         (there / "config.yaml").write_text(dump(config), encoding="utf-8")
         _launch(config, folder, there, asked.write(there), quiet=quiet)
         return read_outcome(there)
+
+
+def headline(run: str, request: InferenceRequest, data: str, outcome: dict[str, Any]) -> str:
+    """Whose weights of which data: the first line of what a command prints."""
+    whose = f"{request.which}, averaged weights" if request.ema else str(request.which)
+    return f"{run}, {whose}: step {outcome['step']}, {outcome['samples']} samples of {data}"
 
 
 def _config_of(

@@ -16,8 +16,8 @@ from paceline.cli.inference import (
     Spread,
     WhichWeights,
     absolute,
+    headline,
     run_inference,
-    weights_asked,
 )
 from paceline.cli.screen import echo
 
@@ -52,13 +52,14 @@ def predict(
     The data needs no targets. The file is written as predictions come, and is there when it is
     whole; on any layout and number of ranks it holds the same rows.
     """
+    from paceline.checkpoint.locate import which_named
     from paceline.trainer.prediction_files import check_out
     from paceline.trainer.run_inference import InferenceRequest
 
     path = check_out(absolute(out), overwrite=overwrite)
     request = InferenceRequest(
         "predict",
-        which=weights_asked(which),
+        which=which_named(which),
         ema=ema,
         out=str(path),
         overwrite=overwrite,
@@ -68,14 +69,10 @@ def predict(
         run,
         request,
         data=data,
-        flags={
-            "--nproc": ("launch.nproc", nproc),
-            "--layout": ("layout", layout),
-            "--share-gpu": ("launch.share_gpu", "true" if share_gpu else None),
-        },
-        overrides=list(overrides or []),
-        quiet=False,
+        nproc=nproc,
+        layout=layout,
+        share_gpu=share_gpu,
+        overrides=overrides,
     )
-    whose = f"{which}, averaged weights" if ema else which
-    echo(f"{run}, {whose}: step {outcome['step']}, {outcome['samples']} samples of {data}")
+    echo(headline(run, request, data, outcome))
     echo(f"  written to       {out}")

@@ -15,9 +15,11 @@ STATES = ("running", "finished", "failed", "interrupted")
 class _Runs(TyperGroup):
     """``paceline runs FOLDER`` is ``paceline runs list FOLDER``."""
 
+    default = "list"
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] != "--help"):
-            args = ["list", *args]
+            args = [self.default, *args]
         return super().parse_args(ctx, args)
 
 

@@ -71,6 +71,14 @@ def train(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN_DIR", help="Go on with the run in this folder.")
     ] = None,
+    which: Annotated[
+        str | None,
+        typer.Option(
+            metavar="best|last|STEP",
+            help="With --resume: go back to this checkpoint; later ones are set aside.",
+            show_default=False,
+        ),
+    ] = None,
     run_dir: Annotated[
         str | None,
         typer.Option(
@@ -143,6 +151,7 @@ def train(
             run_dir=run_dir,
             dry_run=dry_run,
             apply=apply,
+            which=which,
         )
         request.check(layout)
         allocation = None

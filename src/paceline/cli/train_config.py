@@ -45,7 +45,8 @@ def run_config(request: TrainRequest) -> None:
         stored = load(run.config)
         request.adjust_ranks_of(stored)
         config = resolve(request.load(run.config))
-        if is_finished(run, stored, config):
+        # One that goes back has something left to do, however it ended.
+        if request.goes_back is None and is_finished(run, stored, config):
             return
     else:
         source = next(iter(request.configs), None)
@@ -72,7 +73,8 @@ def run_config(request: TrainRequest) -> None:
         say(f"run folder: {run}")
         settings = None if request.resume is None else _new_settings(config, run, stack)
         own = None if joined is None else _own_config(config, stack)
-        _launch(config, run, joined, settings, own, resume=request.resume is not None)
+        resume = request.resume is not None
+        _launch(config, run, joined, settings, own, resume=resume, which=request.goes_back)
         if joined is not None and not joined.is_main:
             say(f"done; the run is shown on node 0 ({joined.rendezvous.nodes[0]})")
             return
@@ -108,6 +110,7 @@ def _launch(
     own_config: Path | None = None,
     *,
     resume: bool,
+    which: str | None = None,
 ) -> None:
     from paceline.cli.train_trackers import trackers_of
     from paceline.launch.job import LocalJob
@@ -123,6 +126,7 @@ def _launch(
         resume = joined.resume
         arguments += [] if joined.shared else ["--own-folder"]
     arguments += ["--resume"] if resume else []
+    arguments += [] if which is None else ["--which", which]
     arguments += [] if settings is None else ["--settings", str(settings)]
     arguments += [] if own_config is None else ["--config", str(own_config)]
     arguments += ["--code", *code_folders(config)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 from pathlib import Path
 
 from paceline.cli.console import say
@@ -103,9 +102,7 @@ def _arguments(request: TrainRequest) -> list[str]:
     """What is trained, as arguments of ``paceline train`` that hold in any folder."""
     given = [text for text in (*request.flags, *request.overrides) if not _is_for_engine(text)]
     if request.script is not None:
-        flags = [request.flags[text] for text in given if text in request.flags]
-        words = [word for flag in flags for word in shlex.split(flag)]
-        return ["--script", os.path.abspath(request.script), *words]
-    source = next(iter(request.configs), None)
-    configs = [] if source is None else [os.path.abspath(source)]
-    return [*configs, *(word for text in given for word in ("--set", text))]
+        source = ["--script", os.path.abspath(request.script)]
+    else:
+        source = [os.path.abspath(config) for config in request.configs]
+    return [*source, *(word for text in given for word in ("--set", text))]

@@ -50,15 +50,14 @@ class Joined:
         """Whether this machine is node 0, which writes the run's events and shows them."""
         return self.rendezvous.node == 0
 
-    def job_options(self, config: Config | None = None) -> dict[str, Any]:
-        """What a ``LocalJob`` needs to know of it; ``config`` is ``None`` for a script."""
+    def job_options(self, config: Config, *, is_script: bool = False) -> dict[str, Any]:
+        """What a ``LocalJob`` needs to know of it."""
         options: dict[str, Any] = {
             "rendezvous": lambda: self.rendezvous,
             "host": self.rendezvous.host,
-            "env": self.env,
+            "env": {**self.env, **config.launch.env},
         }
-        if config is not None:
-            options["env"] = {**self.env, **config.launch.env}
+        if not is_script:
             options["usable_ranks"] = usable_ranks_of(config)
             options["events_dir"] = self.run.path if self.shared or self.is_main else None
         return options

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.checkpoint.locate import which_named
 from paceline.cli.train_usage import resume_problem, script_problem
 from paceline.config import Config, load, load_checked
 from paceline.config.checks import node_problems
@@ -29,7 +30,13 @@ class TrainRequest:
     run_dir: str | None
     dry_run: bool = False
     apply: bool = False
+    which: str | None = None
     _adjusted: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def goes_back(self) -> str | None:
+        """The checkpoint that the run goes back to; ``None`` where it goes on from the newest."""
+        return None if self.which == "last" else self.which
 
     def check(self, layout: str | None) -> None:
         """Refuse what does not go together, all of it at once."""
@@ -45,6 +52,8 @@ class TrainRequest:
             )
         if self.resume is not None and (problem := resume_problem(self.resume)):
             problems.append(f"--resume {self.resume}: {problem}")
+        if self.which is not None:
+            problems += self._problems_with_which(self.which)
         if self.resume is not None and self.configs:
             problems.append(
                 f"--resume {self.resume} with CONFIG {self.configs[0]}: a run folder has its own "
@@ -100,10 +109,29 @@ class TrainRequest:
                 "--dry-run: for --on ssh, slurm, kubernetes, ray and mpi; paceline config show "
                 "prints what a config says"
             )
+        if self.goes_back is not None and on != "local":
+            problems.append(
+                f"--which {self.which} with --on {on}: whatever starts it again would go back "
+                "again; go back on this machine first, with --on local --set train.steps=… for a "
+                "few steps"
+            )
         if self.apply and on != "kubernetes":
             problems.append("--apply: for --on kubernetes")
         if self.apply and self.dry_run:
             problems.append("--apply with --dry-run: give one or the other")
+        return problems
+
+    def _problems_with_which(self, which: str) -> list[str]:
+        problems: list[str] = []
+        try:
+            which_named(which)
+        except ConfigError as error:
+            problems += error.problems
+        if self.resume is None:
+            problems.append(
+                f"--which {which}: it chooses a checkpoint of a run to go on from; name the run "
+                "with --resume RUN_DIR"
+            )
         return problems
 
     def _problems_with_script(self, layout: str | None) -> list[str]:
@@ -116,9 +144,11 @@ class TrainRequest:
                 f"--script {self.script} with CONFIG {self.configs[0]}: give one or the other; "
                 "arguments of the script go after --"
             )
+        # How a script is launched is the command's affair; what it trains is its own.
+        others = [text for text in self.overrides if not text.strip().startswith("launch.")]
         for flag, value in (
             ("--layout", layout),
-            ("--set", " --set ".join(self.overrides) or None),
+            ("--set", " --set ".join(others) or None),
             ("--resume", self.resume),
         ):
             if value is not None:
@@ -126,11 +156,11 @@ class TrainRequest:
                     f"{flag} {value}: for configs only; the script decides for itself. Arguments "
                     "of the script go after --"
                 )
-        for flag, key in (("--name", "name"), ("--tag", "tags")):
-            if self.asks_for(key):
-                problems.append(
-                    f"{flag}: for configs only; name the folder of a script's run with --run-dir"
-                )
+        problems += [
+            f"{flag}: for configs only; name the folder of a script's run with --run-dir"
+            for flag in ("--name", "--tag")
+            if any(words.startswith(f"{flag} ") for words in self.flags.values())
+        ]
         if self.asks_for("launch.share_gpu"):
             problems.append(
                 "--share-gpu: for configs only; in a script, call World.init(share_gpu=True)"
@@ -138,8 +168,9 @@ class TrainRequest:
         return problems
 
     def asks_for(self, key: str) -> bool:
-        """Whether a flag names this key of the config."""
-        return any(override.partition("=")[0] == key for override in self.flags)
+        """Whether a flag or ``--set`` names this key of the config."""
+        given = (*self.flags, *self.overrides)
+        return any(override.partition("=")[0].strip() == key for override in given)
 
     def load(
         self, source: str | Path | None, *, checked: bool = True, devices: int | None = None

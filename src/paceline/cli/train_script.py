@@ -34,9 +34,13 @@ def run_script(request: TrainRequest) -> None:
         if config.launch.rdzv is not None:
             joined = meet_about(config, choice, stack, script=" ".join(command))
             say(joined.where(), error=True)
-        run = choice.make() if joined is None else joined.run
+            run = joined.run
+        else:
+            run = choice.make()
+            stack.enter_context(run.in_use())
         # A script may not be made to run twice: its restarts, unlike a config's, must be asked for.
         restarts = config.launch.max_restarts if request.asks_for("launch.max_restarts") else 0
+        more = {"env": config.launch.env}
         job = LocalJob(
             command=command,
             nproc=config.launch.nproc,
@@ -46,7 +50,7 @@ def run_script(request: TrainRequest) -> None:
             grace=config.launch.grace,
             # What a script does between two collectives is its own affair: only reported.
             hang_watcher=lambda: HangOverseer(action="wait", events_dir=run.path),
-            **({} if joined is None else joined.job_options()),
+            **(more if joined is None else joined.job_options(config, is_script=True)),
         )
         try:
             launch(job)

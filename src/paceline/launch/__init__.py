@@ -9,4 +9,24 @@
   and ``listening`` (who may take part).
 - ``environment``: the variables that ranks get, set and read.
 - Files: ``run_folder``, ``run_choice``, ``logs``, ``rank_output``.
+- Elsewhere: ``engines/`` (SSH, SLURM, Kubernetes, Ray, MPI). ``api`` is ``paceline.launch``, the
+  function: calling this package calls it.
 """
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    """So that ``paceline.launch(...)`` is a call and ``paceline.launch.api`` a module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from paceline.launch.api import launch
+
+        return launch(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

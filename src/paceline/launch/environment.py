@@ -69,6 +69,8 @@ class Environment:
     """MPI has no number of the node: ranks that join find it out (``paceline.world.joining``)."""
     has_own_gpus: bool = field(default=False, compare=False)
     """The launcher shows each rank of a machine GPUs of its own (``srun --gpus-per-task``)."""
+    run_id: str = ""
+    """What this launch calls itself, the same through its restarts (``TORCHELASTIC_RUN_ID``)."""
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
@@ -117,6 +119,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment | 
         node_is_known=node_is_known or read.task_launcher is None,
         has_own_gpus=read.task_launcher is SLURM
         and ("SLURM_GPUS_PER_TASK" in env or "gpu" in env.get("SLURM_TRES_PER_TASK", "")),
+        run_id=env.get("TORCHELASTIC_RUN_ID", ""),
     )
 
 

@@ -89,9 +89,9 @@ def call(
             standby=standby,
             hang_watcher=hang_watcher,
         )
-        _write_payload(folder, function)
+        write_payload(folder, function)
         launch(job)
-        return _read_value(folder)
+        return read_value(folder)
     except RankFailed:
         keep_logs = log_dir is None
         raise
@@ -255,7 +255,8 @@ def _quiet_elastic() -> Iterator[None]:
             logger.removeHandler(swallow)
 
 
-def _write_payload(folder: Path, function: Callable[[], Any]) -> None:
+def write_payload(folder: Path, function: Callable[[], Any]) -> None:
+    """Put a function into ``folder``, for ranks to call it (``worker.call_payload``)."""
     import cloudpickle
 
     caller = {"path": sys.path, "argv": sys.argv}
@@ -271,7 +272,8 @@ def _write_payload(folder: Path, function: Callable[[], Any]) -> None:
     (folder / "function.pkl").write_bytes(payload)
 
 
-def _read_value(folder: Path) -> Any:
+def read_value(folder: Path) -> Any:
+    """What rank 0's call of the function in ``folder`` returned."""
     import cloudpickle
 
     try:

@@ -41,6 +41,7 @@ from paceline.launch.tunnel_connections import (
 
 _CONNECTING_AT_ONCE = 8
 _TRIES = 5
+_LOOK_SECONDS = 0.1
 _LOOPBACK = "127.0.0.1"
 
 
@@ -229,9 +230,20 @@ class Tunnel:
         return acceptor
 
     def _close(self, acceptor: BoundedAcceptor) -> None:
-        self._acceptors.discard(acceptor)
+        """Close it, and return when it is closed: its port may be wanted again at once."""
+        closed = threading.Event()
+
+        def close() -> None:
+            try:
+                self._acceptors.discard(acceptor)
+                acceptor.close()
+            finally:
+                closed.set()
+
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all acceptors with it
-            self._loop.call_soon_threadsafe(acceptor.close)
+            self._loop.call_soon_threadsafe(close)
+            while self._thread.is_alive() and not closed.wait(_LOOK_SECONDS):
+                pass
 
     async def _accept_tls(self, connection: socket.socket) -> ForwardedConnection:
         """The end of a connection whose other end has shown that it has the secret."""

@@ -109,7 +109,8 @@ def _load(command: list[str]) -> None:
     In a thread of its own, because a priority once lowered is not raised again without privileges.
     For a script nothing more than torch: a module beside it may have the name of one of ours.
     """
-    if sys.platform == "linux":
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    if sys.platform == "linux" and own < _LOADING_PRIORITY:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOADING_PRIORITY)
     importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     if command[:2] == ["-m", _TRAINER_RUN] or command[0] == "--call":
@@ -120,7 +121,7 @@ def _load(command: list[str]) -> None:
     # Libraries may have started threads, which have inherited the priority.
     for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # not allowed: it only affects their helpers
-            os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+            os.setpriority(os.PRIO_PROCESS, int(thread), own)
 
 
 def _run(arguments: list[str]) -> None:
@@ -135,12 +136,12 @@ def _run(arguments: list[str]) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     elif kind == "--call":
-        _call(Path(target))
+        call_payload(Path(target))
     else:
         raise ValueError(f"worker: {kind!r} must be script, -m or --call.")
 
 
-def _call(folder: Path) -> None:
+def call_payload(folder: Path) -> None:
     """Load the function, run it, and leave rank 0's return value beside it."""
     caller = json.loads((folder / "caller.json").read_text())
     sys.path[:] = caller["path"]

@@ -27,7 +27,7 @@ from paceline.testing.processes import (
     was_started_with,
 )
 
-_SECONDS_TO_END = 2.0
+_SECONDS_TO_END = 5.0
 # Set by pytest for each test, and by libraries when they are first used.
 _IGNORED_VARIABLES = (
     *("PYTEST_", "CUDA_", "KMP_", "OMP_", "TORCH", "TRITON_", "TF_", "TOKENIZERS_", "MLFLOW_"),

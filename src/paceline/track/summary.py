@@ -43,6 +43,7 @@ class Summary:
     """How many steps were done when the run was started for the last time."""
     samples: int = 0
     training_seconds: float = 0.0
+    _saved: list[CheckpointSaved] = field(default_factory=list)
 
     @classmethod
     def read(cls, run_dir: str | os.PathLike[str]) -> Summary:
@@ -63,6 +64,7 @@ class Summary:
         if isinstance(event, RunStarted):
             self.samples, self.training_seconds = 0, 0.0
             self.wire, self.first_step = [], event.first_step
+            self._forget_after(event.first_step)
         elif isinstance(event, StepDone):
             self.finished = None  # not by a start alone, which may have been refused
             self.step = event
@@ -74,12 +76,20 @@ class Summary:
             self.baseline = event
         elif isinstance(event, CheckpointSaved):
             self.checkpoint = event
+            self._saved.append(event)
         elif isinstance(event, RunFinished):
             self.finished = event
         elif isinstance(event, WireUsed):
             self.wire.append(event)
         elif isinstance(event, Restarting):
             self.restarts.append(event)
+
+    def _forget_after(self, step: int) -> None:
+        """The run goes on from ``step``: what was saved or measured later is no longer its own."""
+        self._saved = [saved for saved in self._saved if saved.step <= step]
+        self.checkpoint = self._saved[-1] if self._saved else None
+        if self.evaluation is not None and self.evaluation.step > step:
+            self.evaluation = None
 
     def lines(self) -> list[str]:
         """The outcome of a finished run, for a person."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.locate import Which, check_which
 from paceline.errors import CheckpointError, ConfigError, TrainingError
 from paceline.launch.environment import read_environment
 from paceline.launch.run_folder import check_name
@@ -90,15 +91,27 @@ def check_restarts(max_restarts: int | None) -> None:
         )
 
 
-def check_folder(trainer: TrainerBase, resume: bool) -> None:
+Resume = bool | Which
+"""Whether ``fit`` goes on with the run in its folder; or from which of its checkpoints."""
+
+
+def check_folder(trainer: TrainerBase, resume: Resume) -> None:
     """Refuse to write over a run: a folder that holds one is continued or left alone."""
+    if not isinstance(resume, bool):
+        try:
+            check_which(resume)
+        except CheckpointError:
+            raise TrainingError(
+                f"fit(resume={resume!r}): it is True, 'best', 'last' or the number of a step; or "
+                "False to start anew."
+            ) from None
     if trainer.run_dir is None:
-        if resume:
-            raise TrainingError("fit(resume=True) needs a run_dir to resume from.")
+        if resume is not False:
+            raise TrainingError(f"fit(resume={resume!r}) needs a run_dir to resume from.")
         return
     check_writable(trainer.run_dir)
     restarted = (place := read_environment()) is not None and place.restart_count > 0
-    if resume or restarted:
+    if resume is not False or restarted:
         return
     assert trainer.checkpoint_dir is not None
     folder = Folder(trainer.checkpoint_dir, dict(trainer.checkpoint.storage or {}) or None)

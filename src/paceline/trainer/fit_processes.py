@@ -13,12 +13,13 @@ from paceline.events import FILE_NAME
 from paceline.launch import local
 from paceline.launch.restart_policy import RestartLimits
 from paceline.track import Progress, following
+from paceline.trainer.arguments import Resume
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.handover import find, leave_share, leave_whole, take
 from paceline.trainer.history import History, where_stopped
 
-FitHere = Callable[[Any, Any, Any, int | None, int | None, bool], History]
-"""``fit`` on one rank: the trainer, both datasets, epochs, steps, and whether to resume."""
+FitHere = Callable[[Any, Any, Any, int | None, int | None, Any], History]
+"""``fit`` on one rank: the trainer, both datasets, epochs, steps, and ``resume``."""
 
 
 def fit_on_new_ranks(
@@ -30,7 +31,7 @@ def fit_on_new_ranks(
     epochs: int | None,
     steps: int | None,
     nproc: int,
-    resume: bool,
+    resume: Resume,
     limits: RestartLimits,
 ) -> History:
     """Train on ``nproc`` new ranks; what the caller has ends up as theirs, however they end."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.checkpoint.locate import which_named
 from paceline.config import Config, Target, import_target, load
 from paceline.config.code import code_folders
 from paceline.data.text import ByteText, unigram_loss
@@ -20,6 +21,7 @@ from paceline.launch.run_folder import RunFolder
 from paceline.layout import Layout
 from paceline.layout.fitting import fit
 from paceline.layout.layout import read_degrees
+from paceline.trainer.arguments import Resume
 from paceline.trainer.config_parts import (
     arguments_of,
     make_callbacks,
@@ -38,7 +40,7 @@ def from_config(
     config: Config,
     run_dir: Path,
     *,
-    resume: bool,
+    resume: Resume,
     settings: Path | None = None,
     own_folder: bool = False,
 ) -> History:
@@ -186,6 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--which")
     parser.add_argument("--settings", type=Path)
     # That of the launcher, where others may have written the one in the run's folder.
     parser.add_argument("--config", type=Path)
@@ -197,7 +200,7 @@ def main() -> None:
     from_config(
         config if asked.code is None else config.model_copy(update={"code": asked.code}),
         asked.run_dir,
-        resume=asked.resume,
+        resume=asked.resume if asked.which is None else which_named(asked.which),
         settings=asked.settings,
         own_folder=asked.own_folder,
     )

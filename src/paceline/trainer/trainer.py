@@ -47,6 +47,7 @@ from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
 from paceline.track import Tracker
 from paceline.trainer.arguments import (
+    Resume,
     check_folder,
     check_length,
     check_looking_on,
@@ -224,7 +225,7 @@ class Trainer(InferenceTrainer):
         epochs: int | None = None,
         steps: int | None = None,
         nproc: int | None = None,
-        resume: bool = False,
+        resume: Resume = False,
         max_restarts: int | None = None,
         **unknown: Never,
     ) -> History:
@@ -237,9 +238,13 @@ class Trainer(InferenceTrainer):
         newest state of the run (``None``: 3 times where there is a ``run_dir``, else never).
 
         ``resume`` goes on from the newest checkpoint in ``run_dir`` (from the beginning where
-        there is none). Ctrl-C or SIGTERM on any rank ends the run after the current step on all of
-        them, saves a checkpoint where there is a ``run_dir``, and raises ``KeyboardInterrupt``, or
-        after SIGTERM ``SystemExit`` (143 where the signal came, 75 on the other ranks).
+        there is none). ``resume="best"``, or the number of a step, goes back to that checkpoint:
+        those of later steps are moved into ``set-aside-1`` beside it, and the run trains as if it
+        had never been further (see ``Checkpoints.restore``).
+
+        Ctrl-C or SIGTERM on any rank ends the run after the current step on all of them, saves a
+        checkpoint where there is a ``run_dir``, and raises ``KeyboardInterrupt``, or after SIGTERM
+        ``SystemExit`` (143 where the signal came, 75 on the other ranks).
         """
         refuse_unknown(Trainer.fit, unknown, beside=Trainer)
         check_length(epochs, steps)
@@ -248,12 +253,13 @@ class Trainer(InferenceTrainer):
                 "fit: this trainer was made without an optimizer, to evaluate and predict. Pass "
                 "optimizer= to the Trainer, such as torch.optim.AdamW(model.parameters())."
             )
+        resume = False if resume is None else resume
         check_folder(self, resume)
         check_uses_of_val(self, val)
         check_restarts(max_restarts)
         if nproc is not None and read_environment() is None:
             check_nproc(nproc)
-            self._check_layout(nproc, train, val, goes_on=resume)
+            self._check_layout(nproc, train, val, goes_on=resume is not False)
             if nproc == 1:
                 return self._fit_here(train, val, epochs, steps, resume)
             if max_restarts is None:
@@ -289,7 +295,7 @@ class Trainer(InferenceTrainer):
             sizes_over(train, self.batch).on(layout.dp, exact=not goes_on)
 
     def _fit_here(
-        self, train: Any, val: Any, epochs: int | None, steps: int | None, resume: bool
+        self, train: Any, val: Any, epochs: int | None, steps: int | None, resume: Resume
     ) -> History:
         """``fit`` on this rank."""
         self.length = (epochs, steps)
@@ -299,7 +305,7 @@ class Trainer(InferenceTrainer):
             self.model.train()
         world.seed(self.seed)
         restarted = world.restart_count > 0
-        options = engine_options(self, train, world, goes_on=resume or restarted)
+        options = engine_options(self, train, world, goes_on=resume is not False or restarted)
         # One that has only evaluated or predicted so far goes on to train.
         engine = None if self._has_fitted else self._engine
         if engine is None or engine.world is not world or engine.options != options:
@@ -315,7 +321,7 @@ class Trainer(InferenceTrainer):
         train_loader = make_loader(self, train, "train")
         val_loader = None if val is None else make_loader(self, val, "val")
         expect_all_ranks(train_loader, val_loader, alone=options.local_steps is not None)
-        goes_on = self.checkpoint_dir is not None and (resume or restarted)
+        goes_on = self.checkpoint_dir is not None and (resume is not False or restarted)
         reporter = self._reporter(world, goes_on)
         checkpoints = self._checkpoints(reporter, train_loader)
         clean = False
@@ -332,7 +338,7 @@ class Trainer(InferenceTrainer):
                 checkpoints=checkpoints,
             )
             try:
-                self._load_start(loop, checkpoints if goes_on else None, restarted)
+                self._load_start(loop, checkpoints if goes_on else None, resume, restarted)
                 self._tell_batch(loop, train_loader, val_loader)
                 history = loop.run()
                 clean = True
@@ -363,20 +369,26 @@ class Trainer(InferenceTrainer):
     def _checkpoints(self, reporter: Reporter, train: Loader) -> Checkpoints | None:
         if self.checkpoint_dir is None:
             return None
-        return Checkpoints(
-            self.checkpoint_dir,
-            self.engine,
-            loader=train,
-            objects=self.objects,
-            options=self.checkpoint,
-            report=reporter.emit,
-        )
+        try:
+            return Checkpoints(
+                self.checkpoint_dir,
+                self.engine,
+                loader=train,
+                objects=self.objects,
+                options=self.checkpoint,
+                report=reporter.emit,
+            )
+        except BaseException:  # nothing runs that would close it
+            reporter.close()
+            raise
 
-    def _load_start(self, loop: Loop, checkpoints: Checkpoints | None, restarted: bool) -> None:
-        """Give the model what the run starts from: the newest of ``checkpoints``, or weights."""
+    def _load_start(
+        self, loop: Loop, checkpoints: Checkpoints | None, resume: Resume, restarted: bool
+    ) -> None:
+        """Give the model what the run starts from: one of ``checkpoints``, or weights."""
         went_on = False
         if checkpoints is not None:
-            went_on = self._resume(loop, checkpoints)
+            went_on = self._resume(loop, checkpoints, resume)
         elif restarted:
             told = "without a run_dir nothing was saved: the run starts from the beginning"
             loop.reporter.emit(Note(message=told, level="warning"))
@@ -385,8 +397,8 @@ class Trainer(InferenceTrainer):
             path = load_weights(self.engine, start, key=key)
             loop.reporter.emit(Note(message=f"starting with the weights of {path}"))
 
-    def _resume(self, loop: Loop, checkpoints: Checkpoints) -> bool:
-        restored = checkpoints.restore()
+    def _resume(self, loop: Loop, checkpoints: Checkpoints, resume: Resume) -> bool:
+        restored = checkpoints.restore(None if isinstance(resume, bool) else resume)
         if restored is not None:
             loop.went_on(restored)
             return True

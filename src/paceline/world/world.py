@@ -65,6 +65,8 @@ class World:
     """``gloo`` or ``nccl``; ``none`` for a process that no launcher started."""
     restart_count: int
     """How often the launcher has restarted this world after a failure."""
+    launch_id: str
+    """What the launch calls itself, the same through its restarts; empty where none is known."""
     everyone: Group
     """The group of all ranks."""
 
@@ -85,7 +87,7 @@ class World:
         self.rank, self.size = env.rank, env.size
         self.local_rank, self.local_size = env.local_rank, env.local_size
         self.node, self.nodes = env.node, env.nodes
-        self.restart_count = env.restart_count
+        self.restart_count, self.launch_id = env.restart_count, env.run_id
         self.device, self.backend, self.shares_gpu = device, backend, shares_gpu
         self.timeout, self.checks = timeout, checks
         self._launcher, self._launcher_variables = env.launcher, env.variables

@@ -70,6 +70,10 @@ class OpenFiles(Storage):
         """Refused."""
         raise self._refusal(path)
 
+    def move(self, path: str, to: str) -> None:
+        """Refused."""
+        raise self._refusal(path)
+
     def delete(self, path: str) -> None:
         """Refused."""
         raise self._refusal(path)

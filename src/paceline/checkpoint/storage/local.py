@@ -83,6 +83,15 @@ class LocalStorage(Storage):
             raise
         return True
 
+    def move(self, path: str, to: str) -> None:
+        """See ``Storage.move``."""
+        with self._explained("move", path):
+            for name in (path, to):
+                self._check_inside(name)
+            os.replace(self.root / path, self.root / to)
+            for changed in {(self.root / name).parent for name in (path, to)}:
+                _fsync_folder(changed)
+
     def delete(self, path: str) -> None:
         """See ``Storage.delete``."""
         with self._explained("delete", path), suppress(FileNotFoundError):
@@ -106,7 +115,7 @@ class LocalStorage(Storage):
                 _fsync_folder(made.parent)  # the new name itself must survive a power cut
 
     def _check_inside(self, path: str) -> None:
-        """What is deleted is in this folder, and not where a link in it leads."""
+        """What is deleted or moved is in this folder, and not where a link in it leads."""
         folder = self.root
         for part in Path(path).parts[:-1]:
             folder /= part

@@ -85,6 +85,10 @@ class Storage(ABC):
         """Write a small file unless there is one of that name; whether it was written."""
 
     @abstractmethod
+    def move(self, path: str, to: str) -> None:
+        """Give a file another name, in a folder that exists; what had that name is replaced."""
+
+    @abstractmethod
     def delete(self, path: str) -> None:
         """Delete a file; one that is gone already is fine."""
 

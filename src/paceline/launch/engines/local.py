@@ -26,7 +26,9 @@ class LocalRuns(RunControl):
     @staticmethod
     def submission_of(run: str) -> Submission:
         """What stands for a record where nothing was handed over."""
-        folder = open_run(run).path
+        folder = Path(run)
+        if not (folder / "logs").is_dir():  # of a script's run there is no more
+            folder = open_run(run).path
         return Submission("local", str(holder_of(folder) or ""), folder)
 
     def status(self, submission: Submission) -> str:
