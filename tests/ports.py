@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-_RANGE = range(20000, 29000)
-"""Below the ports that Linux gives out by itself, and below torch's own defaults."""
+_RANGE = range(11000, 19000)
+"""Below the ports that Linux gives out by itself, and those that torch and SLURM runs take."""
 _claims: list[socket.socket] = []
 
 

@@ -18,8 +18,9 @@ from paceline.cli import main
 from paceline.cli.run_list import age_text
 from paceline.config import Config, dump, load
 from paceline.errors import ConfigError
-from paceline.events import EvalDone, Event, RunFailed, RunFinished, RunStarted, StepDone, append
+from paceline.events import EvalDone, Event, RunFailed, append
 from paceline.launch.run_choice import RunChoice
+from run_events import at, finished, started, step
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -37,29 +38,6 @@ def paceline(
         return int(ended.value.code or 0), *capsys.readouterr()
 
     return run
-
-
-def started(moment: float, first: int = 0) -> RunStarted:
-    return RunStarted(
-        time=moment,
-        layout="dp=2",
-        world_size=2,
-        device="cpu",
-        precision="fp32",
-        global_batch=32,
-        parameters=10,
-        samples_per_epoch=100,
-        total_steps=6,
-        first_step=first,
-    )
-
-
-def step(moment: float, number: int, loss: float = 0.5) -> StepDone:
-    return StepDone(time=moment, step=number, epoch=0, loss=loss, lr=0.1, samples=8, seconds=0.5)
-
-
-def finished(moment: float, reason: str = "done") -> RunFinished:
-    return RunFinished(time=moment, reason=reason, step=6, epoch=0, samples=48, seconds=3.0)
 
 
 def make(folder: Path, *events: Event, tags: list[str] | None = None, config: bool = True) -> Path:
@@ -81,25 +59,34 @@ def root(tmp_path: Path) -> Path:
     runs = tmp_path / "runs"
     make(
         runs / "done",
-        started(now - 90),
-        step(now - 80, 6, 0.25),
-        finished(now - 70),
+        at(now - 90, started()),
+        at(now - 80, step(6, 0.25)),
+        at(now - 70, finished()),
         tags=["gpt", "a"],
     )
     failed = RunFailed(time=now - 3700, rank=0, error="x", exit_code=1)
-    make(runs / "group" / "fails", started(now - 3800), step(now - 3750, 3), failed, tags=["gpt"])
     make(
-        runs / "stopped", started(now - 200), step(now - 190, 2), finished(now - 180, "interrupted")
+        runs / "group" / "fails",
+        at(now - 3800, started()),
+        at(now - 3750, step(3)),
+        failed,
+        tags=["gpt"],
+    )
+    make(
+        runs / "stopped",
+        at(now - 200, started()),
+        at(now - 190, step(2)),
+        at(now - 180, finished("interrupted")),
     )
     # Killed; resumed after it was finished, and killed again.
     make(
         runs / "killed",
-        started(now - 900),
-        finished(now - 880),
-        started(now - 870, 6),
-        step(now - 860, 7),
+        at(now - 900, started()),
+        at(now - 880, finished()),
+        at(now - 870, started(6)),
+        at(now - 860, step(7)),
     )
-    make(runs / "mine", started(now - 600), step(now - 590, 1), config=False)
+    make(runs / "mine", at(now - 600, started()), at(now - 590, step(1)), config=False)
     make(runs / "never")
     os.utime(runs / "never" / "config.yaml", (now - 5000, now - 5000))
     (runs / "notes").mkdir()
@@ -156,11 +143,11 @@ def test_the_table_filters_and_numbers(paceline: Command, root: Path) -> None:
 
 def test_a_long_log_is_read_at_its_ends(paceline: Command, tmp_path: Path) -> None:
     now = time.time()
-    run = make(tmp_path / "runs" / "long", started(now - 50))
-    line = step(now - 40, 5).to_json().encode() + b"\n"
+    run = make(tmp_path / "runs" / "long", at(now - 50, started()))
+    line = at(now - 40, step(5)).to_json().encode() + b"\n"
     with (run / "events.jsonl").open("ab") as log:
         log.write(line * (700_000 // len(line)))
-        log.write(step(now - 30, 6, 0.125).to_json().encode() + b"\n")
+        log.write(at(now - 30, step(6, 0.125)).to_json().encode() + b"\n")
         log.write(b'{"half a line')
     (found,) = json.loads(paceline("runs", "--json")[1])
     assert (found["layout"], found["step"], found["loss"]) == ("dp=2", 6, 0.125)

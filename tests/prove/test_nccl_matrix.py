@@ -26,7 +26,7 @@ def _good() -> int:
 
 def _hang() -> None:
     if dist.get_rank() == 1:
-        time.sleep(60)
+        time.sleep(600)
     dist.all_reduce(torch.ones(1))
 
 
@@ -45,14 +45,15 @@ def test_cases_of_one_size_share_a_world_and_outlive_the_bad_ones(
     functions = {"one": _good, "two": _good, "refused": _refuse, "three": _good}
     functions |= {"hangs": _hang, "four": _good, "raises": _raise, "five": _good}  # type: ignore[dict-item]
     found: dict[str, list[Any] | RankFailed] = {}
+    rank_pool.run(int, world_size=2)  # it is up
     run_all(
         {name: Task(2, function) for name, function in functions.items()},
         rank_pool,
         tmp_path,
         device="cpu",
         gpus=0,
-        limit=2.0,
-        deadline=time.monotonic() + 60,
+        limit=3.0,
+        deadline=time.monotonic() + 300,
         done=lambda name, result, seconds: found.update({name: result}),
     )
     assert list(found) == list(functions)

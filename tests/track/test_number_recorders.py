@@ -16,49 +16,12 @@ import pytest
 from paceline.cli.train_trackers import trackers_of
 from paceline.config import load
 from paceline.errors import ConfigError, MissingExtra
-from paceline.events import EvalDone, Event, RunFailed, RunFinished, RunStarted, StepDone
+from paceline.events import Event, RunFailed
 from paceline.launch.run_folder import RunFolder
-from paceline.track import CSV, Comet, Recorder, RunRecorder, WandB
+from paceline.track import CSV, Comet, RunRecorder, WandB
+from run_events import evaluated, feed, finished, started, steps
 
 SECRET = "a-key-that-nobody-may-see"
-
-
-def started(first: int = 0) -> RunStarted:
-    return RunStarted(
-        layout="dp=2",
-        world_size=2,
-        device="cpu",
-        precision="fp32",
-        global_batch=32,
-        parameters=1000,
-        samples_per_epoch=100,
-        total_steps=6,
-        first_step=first,
-    )
-
-
-def steps(first: int, last: int, *, scale: float = 1.0) -> list[Event]:
-    return [
-        StepDone(step=i, epoch=0, loss=scale * i, lr=0.1, samples=8, seconds=0.5)
-        for i in range(first, last + 1)
-    ]
-
-
-def evaluated(step: int, **metrics: float) -> EvalDone:
-    return EvalDone(step=step, epoch=0, metrics=metrics, samples=9, seconds=1.0)
-
-
-def finished(reason: str = "done") -> RunFinished:
-    return RunFinished(reason=reason, step=6, epoch=0, samples=48, seconds=3.0)
-
-
-def feed(recorder: Recorder, *events: Event) -> None:
-    troubles: list[str] = []
-    recorder.on_trouble = troubles.append
-    for event in events:
-        recorder.handle(event)
-    recorder.close()
-    assert troubles == []
 
 
 def column(path: Path, name: str) -> list[tuple[int, float]]:
@@ -89,7 +52,9 @@ def test_csv_has_every_number_once_through_a_resume(tmp_path: Path) -> None:
     assert (at, before) == (4, 9.0)
     assert math.isnan(after)
     header = path.read_text().partition("\n")[0]
-    assert header.startswith("step,time,train/loss,train/lr,train/samples_per_second,validation/")
+    assert header.startswith(
+        "step,time,train/loss,train/lr,train/grad_norm,train/samples_per_second,validation/"
+    )
 
 
 class Heard(RunRecorder):

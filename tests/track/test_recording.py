@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -14,58 +15,22 @@ import pytest
 from paceline.errors import MissingExtra
 from paceline.events import (
     EpochDone,
-    EvalDone,
-    Event,
+    MediaLogged,
     NonFinite,
     Note,
     RunFailed,
-    RunFinished,
-    RunStarted,
     StepDone,
     StepSplit,
     Straggler,
 )
-from paceline.track import MLflow, Recorder, TensorBoard
+from paceline.track import MLflow, TensorBoard
+from run_events import evaluated, feed, finished, started, steps
 
 pytestmark = pytest.mark.filterwarnings(
     # Importing the two packages warns of things in them that are theirs to mend.
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",
 )
-
-
-def started(first: int = 0) -> RunStarted:
-    return RunStarted(
-        layout="dp=2",
-        world_size=2,
-        device="cpu",
-        precision="fp32",
-        global_batch=32,
-        parameters=1000,
-        samples_per_epoch=100,
-        total_steps=6,
-        first_step=first,
-    )
-
-
-def steps(first: int, last: int, *, scale: float = 1.0) -> list[Event]:
-    return [
-        StepDone(step=i, epoch=0, loss=scale * i, lr=0.1, samples=8, seconds=0.5, grad_norm=i / 2)
-        for i in range(first, last + 1)
-    ]
-
-
-def finished(reason: str = "done") -> RunFinished:
-    return RunFinished(reason=reason, step=6, epoch=0, samples=48, seconds=3.0)
-
-
-def feed(recorder: Recorder, *events: Event) -> None:
-    troubles: list[str] = []
-    recorder.on_trouble = troubles.append
-    for event in events:
-        recorder.handle(event)
-    recorder.close()
-    assert troubles == []
 
 
 def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -87,7 +52,7 @@ def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
         started(),
         *steps(1, 4),
         NonFinite(step=4, what="loss", ranks=[0], action="skip"),
-        EvalDone(step=4, epoch=0, metrics={"loss": 9.0, "accuracy": 0.5}, samples=9, seconds=1.0),
+        evaluated(4, loss=9.0, accuracy=0.5),
         # Killed here, resumed from a checkpoint of step 2 with another optimizer.
     )
     feed(
@@ -97,7 +62,7 @@ def test_tensorboard_gets_every_number_once(tmp_path: Path) -> None:
         # A rank fails, all are started again from step 4.
         started(first=4),
         *steps(5, 6, scale=100.0),
-        EvalDone(step=6, epoch=0, metrics={"loss": 7.0}, samples=9, seconds=1.0),
+        evaluated(6, loss=7.0),
         EpochDone(step=6, epoch=0, loss=3.5, samples=48, seconds=3.0),
         finished(),
     )
@@ -181,7 +146,7 @@ def test_mlflow_gets_every_number_once_in_one_run(
         tracker(),
         started(first=2),
         *steps(3, 6),
-        EvalDone(step=6, epoch=0, metrics={"loss": 7.0}, samples=9, seconds=1.0),
+        evaluated(6, loss=7.0),
         StepDone(step=7, epoch=0, loss=math.nan, lr=0.1, samples=8, seconds=0.5),
         finished(),
     )
@@ -197,6 +162,22 @@ def test_mlflow_gets_every_number_once_in_one_run(
     assert run.data.params["p149"] == "149"
     shown = capfd.readouterr()
     assert "INFO" not in shown.out + shown.err, "nothing is written across the progress bar"
+
+
+def test_mlflow_has_images_histograms_and_texts_as_artifacts(
+    tmp_path: Path, store: tuple[str, Any]
+) -> None:
+    uri, client = store
+    told = []
+    for what in ("image", "histogram", "text"):
+        (tmp_path / what).write_text(what)
+        told.append(MediaLogged(step=1, name="a/b", what=what, file=str(tmp_path / what)))
+    feed(MLflow(uri=uri, experiment="media", run_dir=tmp_path), started(), *steps(1, 1), *told)
+    run_id = json.loads((tmp_path / "mlflow.json").read_text())["run_id"]
+    for what in ("image", "histogram", "text"):
+        assert [file.path for file in client.list_artifacts(run_id, f"{what}s")] == [
+            f"{what}s/{what}"
+        ]
 
 
 def test_mlflow_is_shown_no_credential(store: tuple[str, Any], tmp_path: Path) -> None:

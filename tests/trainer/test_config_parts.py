@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.config import load, load_checked
 from paceline.config.fields import OPTIMIZERS, default_lr
+from paceline.config.metric_checks import metric_problems
+from paceline.config.targets import Callee
 from paceline.errors import ConfigError, TrainingError
 from paceline.trainer.config_parts import make_optimizer, make_schedule
 from paceline.trainer.run import from_config
@@ -361,6 +363,33 @@ def test_metrics_with_a_state_are_those_of_one_process(ranks: Any) -> None:
             assert found == every[0]
             for mine, theirs in zip(found, alone, strict=True):
                 assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_one_value_of_a_metric_with_several_can_be_watched(tmp_path: Path) -> None:
+    def fit(watched: str) -> paceline.History:
+        model = nn.Linear(2, 3)
+        x, y = torch.randn(6, 2), torch.arange(6) % 3
+        return paceline.Trainer(
+            model,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            global_batch=6,
+            run_dir=tmp_path / watched.replace("/", "-"),
+            metrics={"own": Moments()},
+            callbacks=[paceline.EarlyStopping(watched, mode="max", patience=1)],
+            checkpoint=paceline.Checkpointing(best=watched, mode="max"),
+            progress=False,
+        ).fit(TensorDataset(x, y), TensorDataset(x, y), epochs=9)
+
+    history = fit("own/total")
+    assert (history.reason, len(history.evals)) == ("stopped", 2)
+    with pytest.raises(TrainingError, match=r"watches the metric 'own/totl', but the .* own/total"):
+        fit("own/totl")
+    with pytest.raises(TrainingError, match="watches the metric 'other/total'"):
+        fit("other/total")
+    problems = load({"metrics": {"m": "a:b"}, "early_stopping": {"metric": "m/x", "mode": "max"}})
+    found = [text for _, text in metric_problems(problems, Callee("function"))]
+    assert not any("is not measured" in text for text in found)
 
 
 def test_a_state_that_nobody_can_put_together_is_refused(ranks: Any) -> None:

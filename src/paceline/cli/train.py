@@ -11,6 +11,9 @@ import typer
 from paceline.cli.console import say
 from paceline.cli.options import Overrides, SecretFile, ShareGpu, Spread, file_reference
 
+AUTO = "auto"
+"""``--resume auto``; a folder of that name is ``--resume ./auto``."""
+
 
 def train(
     arguments: Annotated[
@@ -69,7 +72,11 @@ def train(
     ] = False,
     overrides: Overrides = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="Go on with the run in this folder.")
+        str | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Go on with the run in this folder; auto: with that in --run-dir, or start it.",
+        ),
     ] = None,
     which: Annotated[
         str | None,
@@ -147,11 +154,12 @@ def train(
                 if v is not None
             },
             overrides=list(overrides or []),
-            resume=resume,
+            resume=None if resume == AUTO else resume,
             run_dir=run_dir,
             dry_run=dry_run,
             apply=apply,
             which=which,
+            auto=resume == AUTO,
         )
         request.check(layout)
         allocation = None

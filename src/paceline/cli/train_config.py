@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.console import say
+from paceline.cli.train_auto import config_to_go_on_with
 from paceline.cli.train_nodes import Joined, meet_about, refuse_copies
 from paceline.cli.train_report import (
     exit_status,
@@ -39,46 +40,74 @@ if TYPE_CHECKING:
 
 def run_config(request: TrainRequest) -> None:
     """Train what a config describes: make or open its run folder, start its ranks, show them."""
-    if request.resume is not None:
-        source = None
-        run = open_run(request.resume)
-        stored = load(run.config)
-        request.adjust_ranks_of(stored)
-        config = resolve(request.load(run.config))
-        # One that goes back has something left to do, however it ended.
-        if request.goes_back is None and is_finished(run, stored, config):
-            return
-    else:
-        source = next(iter(request.configs), None)
-        with contextlib.suppress(ConfigError):  # said, with all other problems, by request.load
-            request.adjust_ranks_of(load(source))
-        config = resolve(request.load(source))
-    refuse_copies(config)
-    choice = RunChoice(request.resume, request.run_dir, config.track.run_dir, config.name)
+    source = next(iter(request.configs), None)
     with contextlib.ExitStack() as stack:
-        joined = None
+        run, config = _run_and_config(request, source, stack)
+        if config is None:
+            return
+        resumed = request.resume is not None or (request.auto and run is not None and run.is_begun)
+        choice = _choice(request, config)
         say(summary(config))
         for note in code_notes(config):
             say(note)
         config = with_code(config)
+        joined = None
         if config.launch.rdzv is not None:
             joined = meet_about(config, choice, stack)
-            run = joined.run
+            run, resumed = joined.run, joined.resume
             say(joined.where())
         else:
-            run = choice.make()
-            stack.enter_context(run.in_use())
-            if request.resume is None:
+            if run is None:
+                run = choice.make()
+                stack.enter_context(run.in_use())
+            if not resumed:
                 run.save_config(dump(config))
         say(f"run folder: {run}")
-        settings = None if request.resume is None else _new_settings(config, run, stack)
+        settings = _new_settings(config, run, stack) if resumed else None
         own = None if joined is None else _own_config(config, stack)
-        resume = request.resume is not None
-        _launch(config, run, joined, settings, own, resume=resume, which=request.goes_back)
+        _launch(config, run, joined, settings, own, resume=resumed, which=request.goes_back)
         if joined is not None and not joined.is_main:
             say(f"done; the run is shown on node 0 ({joined.rendezvous.nodes[0]})")
             return
-    say_done(config, run, source, resumed=request.resume is not None)
+    say_done(config, run, source, resumed=resumed)
+
+
+def _run_and_config(
+    request: TrainRequest, source: str | None, stack: contextlib.ExitStack
+) -> tuple[RunFolder | None, Config | None]:
+    """The config to train, resolved, and the run's folder where it is held already.
+
+    The config is ``None`` where a run that was to go on is finished.
+    """
+    if request.resume is not None:
+        run = open_run(request.resume)
+        stored = load(run.config)
+        request.adjust_ranks_of(stored)
+        config = resolve(request.load(run.config))
+        refuse_copies(config)
+        # One that goes back has something left to do, however it ended.
+        over = request.goes_back is None and is_finished(run, stored, config)
+        return None, None if over else config
+    with contextlib.suppress(ConfigError):  # said, with all other problems, by request.load
+        request.adjust_ranks_of(load(source))
+    asked = request.load(source)
+    config = resolve(asked)
+    refuse_copies(config)
+    if not request.auto:
+        return None, config
+    assert request.run_dir is not None
+    run = RunFolder(Path(request.run_dir))
+    if config.launch.rdzv is None:
+        # Held before it is looked at: the same command may have been started twice.
+        run = _choice(request, config).make()
+        stack.enter_context(run.in_use())
+    return run, config_to_go_on_with(request, asked, run) if run.is_begun else config
+
+
+def _choice(request: TrainRequest, config: Config) -> RunChoice:
+    return RunChoice(
+        request.resume, request.run_dir, config.track.run_dir, config.name, request.auto
+    )
 
 
 def _new_settings(config: Config, run: RunFolder, stack: contextlib.ExitStack) -> Path | None:

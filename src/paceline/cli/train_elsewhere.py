@@ -71,14 +71,13 @@ def _is_for_engine(override: str) -> bool:
 def _source(request: TrainRequest) -> Path | None:
     if request.script is not None:
         return None
-    if request.resume not in (None, "auto"):
+    if request.resume is not None:
         return open_run(request.resume).config
     return next((Path(os.path.abspath(config)) for config in request.configs), None)
 
 
 def _job(request: TrainRequest, config: Config) -> ClusterJob:
-    resume = request.resume is not None and request.resume != "auto"
-    if request.resume == "auto":
+    if request.auto:
         assert request.run_dir is not None
         run = Path(request.run_dir)
     elif request.resume is not None:
@@ -93,7 +92,7 @@ def _job(request: TrainRequest, config: Config) -> ClusterJob:
         script_arguments=tuple(request.script_arguments),
         run=Path(os.path.abspath(run)),
         folder=Path.cwd(),
-        resume=resume,
+        resume=request.resume is not None,
         apply=request.apply,
     )
 

@@ -88,6 +88,7 @@ class SharedRunFolder:
         self._log: EventLog | None = None
         self.run: RunFolder | None = None
         self.shared = True
+        self._goes_on = choice.resume is not None
         self.is_over: Callable[[], bool] = lambda: False
 
     def make(self) -> RunInfo:
@@ -98,10 +99,11 @@ class SharedRunFolder:
         identity = uuid.uuid4().hex
         places = self._checkpoint_places(run)
         self._hold(run, identity)
+        self._goes_on = self._choice.goes_on(run)
         run.mark(identity, places)
         self._stack.callback(self._unmark, run, identity, places)
         self._save_config(run)
-        return RunInfo(str(run.path), identity, tuple(places), self._choice.resume is not None)
+        return RunInfo(str(run.path), identity, tuple(places), self._goes_on)
 
     def take(self, run: RunInfo) -> None:
         """Take part in a run that another machine made, in its folder or in one like it.
@@ -109,6 +111,7 @@ class SharedRunFolder:
         Nothing is written to a folder that this launcher was not asked to use.
         """
         folder = self._choice.take(run.path)
+        self._goes_on = run.resume
         places = self._checkpoint_places(folder)
         if places != list(run.checkpoint_folders):
             raise ConfigError(
@@ -163,7 +166,7 @@ class SharedRunFolder:
 
     def _save_config(self, run: RunFolder) -> None:
         """Of a new run. One that goes on has settings, which stay until its ranks take new ones."""
-        if self._config_text is not None and self._choice.resume is None:
+        if self._config_text is not None and not self._goes_on:
             run.save_config(self._config_text)
 
     def _checkpoint_places(self, run: RunFolder) -> list[str]:

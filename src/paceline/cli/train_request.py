@@ -31,6 +31,8 @@ class TrainRequest:
     dry_run: bool = False
     apply: bool = False
     which: str | None = None
+    auto: bool = False
+    """Go on with the run in ``run_dir`` if there is one, else start it (``--resume auto``)."""
     _adjusted: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -67,6 +69,7 @@ class TrainRequest:
                 check_pattern(self.run_dir)
             except ConfigError as error:
                 problems += error.problems
+        problems += self._problems_with_auto()
         if self.resume is not None and self.run_dir is not None:
             problems.append(
                 f"--resume {self.resume} with --run-dir {self.run_dir}: a resumed run stays in its "
@@ -133,6 +136,21 @@ class TrainRequest:
                 "with --resume RUN_DIR"
             )
         return problems
+
+    def _problems_with_auto(self) -> list[str]:
+        if not self.auto:
+            return []
+        if self.run_dir is None:
+            return [
+                "--resume auto: name the folder that the run starts in, and goes on in when the "
+                "command is repeated: --run-dir DIR"
+            ]
+        if is_pattern(self.run_dir):
+            return [
+                f"--resume auto with --run-dir {self.run_dir}: a pattern is a new folder each "
+                "time, so that there would be nothing to go on with; name the folder itself"
+            ]
+        return []
 
     def _problems_with_script(self, layout: str | None) -> list[str]:
         assert self.script is not None

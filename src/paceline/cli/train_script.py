@@ -27,7 +27,7 @@ def run_script(request: TrainRequest) -> None:
     request.check_nodes(config)
     refuse_copies(config)
     assert isinstance(config.launch.nproc, int)
-    choice = RunChoice(run_dir=request.run_dir, name=script.stem)
+    choice = RunChoice(run_dir=request.run_dir, name=script.stem, auto=request.auto)
     command = ["script", str(script), *request.script_arguments]
     with contextlib.ExitStack() as stack:
         joined = None

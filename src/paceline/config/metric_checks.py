@@ -37,7 +37,9 @@ def metric_problems(config: Config, data: Callee) -> Iterator[tuple[Path, str]]:
                 f"{told} needs validation data: set data.val, or let data.target be a function "
                 "that returns (train, val)",
             )
-        if metric not in measured:
+        # One value of a metric with several, such as a collection: which, an evaluation shows.
+        of_several = any(metric.startswith(f"{name}/") for name in measured[1:])
+        if metric not in measured and not of_several:
             near = nearest(metric, measured[1:])
             hint = f"; did you mean {near!r}?" if near else ""
             yield path, f"{told} is not measured; the metrics are {', '.join(measured)}{hint}"

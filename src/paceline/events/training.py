@@ -47,14 +47,33 @@ class Logged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaLogged(Event):
+    """An image, a histogram or a text (``what``) that was logged after ``step``.
+
+    It is in ``file``, a path in the run's folder; trackers are given the whole path.
+    """
+
+    step: int
+    name: str
+    what: str
+    file: str
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    """One pass over the validation data; ``metrics`` holds ``loss``, the user's and the logged."""
+    """One pass over data, in a run its validation data.
+
+    ``metrics`` holds ``loss``, the user's and the logged.
+    """
 
     step: int
     epoch: int
     metrics: dict[str, float]
     samples: int
     seconds: Seconds
+    data: str = "validation"
+    """What was evaluated; empty for other data than the run's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

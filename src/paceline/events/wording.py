@@ -167,7 +167,8 @@ def _training(event: Event) -> Wording | None:
             )
         case EvalDone():
             metrics = metrics_text(event.metrics)
-            return Wording(f"validation {metrics} ({duration(event.seconds)})", minor=True)
+            text = f"{event.data} {metrics} ({duration(event.seconds)})"
+            return Wording(text.lstrip(), minor=True)
         case EpochDone():
             text = f"epoch {event.epoch + 1} done, mean loss {number(event.loss)}"
             return Wording(text, minor=True)

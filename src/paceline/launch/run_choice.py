@@ -15,6 +15,7 @@ from paceline.launch.run_folder import (
     new_run_at,
     new_run_like,
     open_run,
+    run_at,
     stamped,
 )
 from paceline.launch.run_pattern import could_be, expand, is_pattern
@@ -28,16 +29,19 @@ class RunChoice:
     """Which folder a launcher was asked to use.
 
     That of a run to ``resume``; else ``run_dir``, which may be a pattern (``run_pattern.py``); else
-    a new one, ``root/<name>-<date>-<time>``.
+    a new one, ``root/<name>-<date>-<time>``. With ``auto``, ``run_dir`` may hold the run already.
     """
 
     resume: str | None = None
     run_dir: str | None = None
     root: str | os.PathLike[str] = "runs"
     name: str = "run"
+    auto: bool = False
 
     def make(self) -> RunFolder:
         """The folder, which is new unless the run is resumed."""
+        if self.auto and self.run_dir is not None:
+            return run_at(self.run_dir)
         if self.resume is not None:
             return open_run(self.resume)
         if self.run_dir is not None and is_pattern(self.run_dir):
@@ -51,6 +55,10 @@ class RunChoice:
         if self.run_dir is not None:
             return Path(expand(self.run_dir, self.name))
         return stamped(self.root, self.name)
+
+    def goes_on(self, run: RunFolder) -> bool:
+        """Whether the run in the folder that was made is to go on. Ask while it is held."""
+        return self.resume is not None or (self.auto and run.is_begun)
 
     def take(self, path: str) -> RunFolder:
         """The folder ``path`` that another launcher reports, if we could have made it as well.

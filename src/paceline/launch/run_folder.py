@@ -37,6 +37,7 @@ from paceline.untrusted import (
 SUBMISSION = "submission"
 """What is handed to an engine of a cluster lies here, before the run itself begins."""
 _MARK = ".seen-"
+_CONFIG_PART = ".config.yaml.part"
 _MARK_SECONDS = 2.0
 _LOCK_SECONDS = 2.0
 _LONGEST_HOLDER = 200
@@ -69,6 +70,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def is_begun(self) -> bool:
+        """Whether there is a run to go on with: its config is the first that is written."""
+        return os.path.isfile(self.config)
+
+    @property
     def was_used(self) -> bool:
         """Whether a launcher was here; a project's own folder may have a config.yaml as well."""
         traces = (self.path / ".lock", self.events, self.logs, self.checkpoints)
@@ -92,7 +98,7 @@ class RunFolder:
         At every instant ``config.yaml`` is the old or the new one. Raises ``LaunchError`` where
         the disk refuses, and has then changed nothing.
         """
-        part = self.path / ".config.yaml.part"
+        part = self.path / _CONFIG_PART
         try:
             if self.has_config(text):
                 return
@@ -142,8 +148,8 @@ class RunFolder:
                 holder = None
             if holder is not None:
                 raise ConfigError(
-                    f"run folder {str(self.path)!r} is in use by process {holder}. "
-                    "Wait for that run to end, or stop it."
+                    f"run folder {str(self.path)!r} is in use by process {holder}: its run is "
+                    "still going on. Wait for it to end, or stop it."
                 )
             yield
 
@@ -296,6 +302,41 @@ def new_run_at(path: str | os.PathLike[str]) -> RunFolder:
             + (f"{go_on} a new folder." if run.config.exists() else " Name a new folder.")
         )
     return run
+
+
+def run_at(path: str | os.PathLike[str]) -> RunFolder:
+    """The run folder ``path``, new or as an earlier launch left it; for ``--resume auto``.
+
+    It may be one whose launcher was killed before it had written a config. A folder that holds
+    anything else is refused.
+    """
+    check_name(path)
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        names = os.listdir(path)
+        run = RunFolder(path)
+        begun = not names or run.is_begun
+        if not begun and run.events.exists():
+            raise ConfigError(_of_a_trainer(run))
+        places = (path, run.checkpoints) if run.checkpoints.name in names else (path,)
+        strange = [name for place in places for name in os.listdir(place) if not _is_trace(name)]
+    except FileExistsError:
+        raise _cannot_make(path, "a file is in the way") from None
+    except OSError as error:
+        raise _cannot_make(path, error.strerror or str(error)) from error
+    if not begun and strange:
+        raise ConfigError(
+            f"run folder {str(path)!r} is not empty, and no run is in it: it holds "
+            f"{', '.join(map(repr, sorted(strange)[:3]))}. Name a new folder."
+        )
+    return run
+
+
+def _is_trace(name: str) -> bool:
+    """Whether a launcher that was killed early leaves this in a folder."""
+    traces = (".lock", _CONFIG_PART, "logs", "checkpoints", SUBMISSION)
+    return name in traces or name.startswith(_MARK)
 
 
 def open_run(path: str | os.PathLike[str]) -> RunFolder:

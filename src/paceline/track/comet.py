@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from paceline.errors import MissingExtra
+from paceline.events import MediaLogged
+from paceline.track.media import histogram_of, text_of
 from paceline.track.run_recorder import Ending, RemoteRun, RunRecorder, shown_params
 
 STATE_FILE = "comet.json"
@@ -75,6 +78,22 @@ class Comet(RunRecorder):
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Log the numbers of a step."""
         self._experiment.log_metrics(dict(values), step=step)
+
+    def show(self, event: MediaLogged) -> None:
+        """Log an image, a histogram or a text."""
+        if event.what == "image":
+            about = {"caption": event.caption} if event.caption else None
+            self._experiment.log_image(event.file, event.name, step=event.step, metadata=about)
+        elif event.what == "histogram":
+            from comet_ml import Histogram
+
+            found, shown = histogram_of(event), Histogram()
+            middles = [a / 2 + b / 2 for a, b in itertools.pairwise(found.edges)]
+            shown.add(middles, [int(count) for count in found.counts])
+            self._experiment.log_histogram_3d(shown, event.name, step=event.step)
+        else:
+            about = {"name": event.name}
+            self._experiment.log_text(text_of(event), step=event.step, metadata=about)
 
     def end(self, how: Ending) -> None:
         """Close the experiment with the status it ended in."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from paceline.events import FILE_NAME, LONGEST_LINE, Event, Note, append
+from paceline.track.media import located
 from paceline.track.progress import Progress
 from paceline.track.tracker import Recorder, Tracker
 from paceline.untrusted import open_file
@@ -122,7 +123,7 @@ class _Feed:
         events = self._tail.read()
         shown = self._shown()
         self._has_shown = self._has_shown or shown
-        for event in events if shown else ():
+        for event in (located(event, self._run_dir) for event in events if shown):
             for tracker in list(self._trackers):
                 try:
                     tracker.handle(event)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.errors import MissingExtra
-from paceline.events import Event, RunFailed, RunFinished, RunStarted
+from paceline.events import Event, MediaLogged, RunFailed, RunFinished, RunStarted
 from paceline.track.run_recorder import as_shown, facts_of, shown_params
 from paceline.track.scalars import Numbers, scalars
 from paceline.track.tracker import Recorder
@@ -75,6 +75,8 @@ class MLflow(Recorder):
             elif isinstance(event, Numbers):
                 stamp = int(event.time * 1000)
                 points += [Metric(k, v, stamp, event.step) for k, v in scalars(event)]
+            elif isinstance(event, MediaLogged):
+                self._open().log_file(event)
             elif isinstance(event, RunFinished):
                 self._ended = "KILLED" if event.reason == "interrupted" else "FINISHED"
             elif isinstance(event, RunFailed):
@@ -160,6 +162,10 @@ class _Session:
                 new.append(point)
         for start in range(0, len(new), _MOST_METRICS):
             self.client.log_batch(self.run_id, metrics=new[start : start + _MOST_METRICS])
+
+    def log_file(self, event: MediaLogged) -> None:
+        """An image, a histogram (as JSON) or a text, among the artifacts of the run."""
+        self.client.log_artifact(self.run_id, event.file, f"{event.what}s")
 
     def _last(self, key: str) -> int:
         if key not in self._last_step:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.events import Event, RunFailed, RunFinished, RunStarted
+from paceline.events import Event, MediaLogged, RunFailed, RunFinished, RunStarted
 from paceline.track.scalars import Numbers, scalars
 from paceline.track.tracker import Recorder
 from paceline.untrusted import parse_json, read_bytes, write_private
@@ -53,6 +53,12 @@ class RunRecorder(Recorder):
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Numbers of a step by name, such as ``train/loss``; ``time`` in seconds since 1970."""
 
+    def show(self, event: MediaLogged) -> None:
+        """An image, a histogram or a text: override it where they can be shown.
+
+        ``paceline.track.media`` reads the file that ``event`` names.
+        """
+
     @abstractmethod
     def end(self, how: Ending) -> None:
         """The run is over; called once, and only where it has begun."""
@@ -64,11 +70,14 @@ class RunRecorder(Recorder):
                 self._how = "interrupted"  # unless we hear of another end
                 self._begun = True
                 self.begin(facts_of(event), event.first_step)
-            elif isinstance(event, Numbers):
+            elif isinstance(event, Numbers | MediaLogged):
                 if not self._begun:  # the launcher was started anew beside a run that goes on
                     self._begun = True
                     self.begin({}, event.step - 1)
-                self.log(event.step, dict(scalars(event)), event.time)
+                if isinstance(event, MediaLogged):
+                    self.show(event)
+                else:
+                    self.log(event.step, dict(scalars(event)), event.time)
             elif isinstance(event, RunFinished):
                 self._how = "interrupted" if event.reason == "interrupted" else "finished"
             elif isinstance(event, RunFailed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import os
 import secrets
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from paceline.errors import MissingExtra
+from paceline.events import MediaLogged
+from paceline.track.media import histogram_of, text_of
 from paceline.track.run_recorder import Ending, RemoteRun, RunRecorder, shown_params
 
 STATE_FILE = "wandb.json"
@@ -62,6 +65,23 @@ class WandB(RunRecorder):
         if step >= self._last:
             self._last = step
             self._run.log({**values, "time": time}, step=step)
+
+    def show(self, event: MediaLogged) -> None:
+        """Log an image, a histogram or a text of a step that is not past."""
+        import wandb
+
+        if event.step < self._last:
+            return
+        self._last = event.step
+        shown: Any
+        if event.what == "image":
+            shown = wandb.Image(event.file, caption=event.caption or None)
+        elif event.what == "histogram":
+            found = histogram_of(event)
+            shown = wandb.Histogram(np_histogram=(found.counts, found.edges))
+        else:
+            shown = wandb.Html(f"<pre>{html.escape(text_of(event))}</pre>", inject=False)
+        self._run.log({event.name: shown}, step=event.step)
 
     def end(self, how: Ending) -> None:
         """Close the run with the status it ended in."""

@@ -15,6 +15,7 @@ from paceline.launch.run_folder import check_name
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
 from paceline.trainer.evaluate import WholeSet
+from paceline.trainer.stateful_metrics import has_state
 
 
 def check_looking_on(callbacks: Any, metrics: Any, trackers: Any) -> None:
@@ -138,7 +139,17 @@ def check_uses_of_val(trainer: TrainerBase, val: Any) -> None:
                 raise TrainingError("EarlyStopping needs validation data: pass val to fit().")
             watched.append(("EarlyStopping", callback.metric))
     for who, metric in watched:
-        value_of(dict.fromkeys(_measured(trainer), 0.0), metric, who)
+        if not _is_of_several(trainer, metric):
+            value_of(dict.fromkeys(_measured(trainer), 0.0), metric, who)
+
+
+def _is_of_several(trainer: TrainerBase, watched: str) -> bool:
+    """Whether it is one value of a metric with several, such as a collection of torchmetrics.
+
+    Which values that has, the first evaluation shows.
+    """
+    plain = watched.removeprefix("ema/") if trainer.engine_options.ema is not None else watched
+    return any(has_state(m) and plain.startswith(f"{n}/") for n, m in trainer.metrics.items())
 
 
 def _measured(trainer: TrainerBase) -> list[str]:

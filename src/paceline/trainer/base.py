@@ -31,6 +31,7 @@ from paceline.options import (
 from paceline.track import Tracker
 from paceline.trainer.callbacks import Callback
 from paceline.trainer.evaluate import Metric
+from paceline.trainer.media import MediaWriter
 from paceline.trainer.stop_requests import STOP, StopRequests
 from paceline.world import World
 
@@ -93,6 +94,7 @@ class TrainerBase:
         # Whether all ranks came to the end of fit together, a signal or not.
         self.left_in_order = False
         self._stops: StopRequests | None = None
+        self._media: MediaWriter | None = None
         self._has_fitted = False
 
     @property
@@ -160,6 +162,40 @@ class TrainerBase:
         Inside a model or a loss it is ``paceline.log``.
         """
         self.engine.log(name, value, count=count, reduce=reduce)
+
+    def log_image(self, name: str, image: Any, *, caption: str = "") -> None:
+        """Log an image from a callback, for trackers that show it; that of rank 0 is taken.
+
+        ``image`` is a tensor of channels × height × width (1, 3 or 4 channels) or height × width,
+        an array with the channels last, or a PIL image. Floats go from 0, black, to 1.
+
+        It is written to ``media/`` in the run's folder, and belongs to the step done last. Other
+        ranks may call it, or not.
+        """
+        self._media_writer("log_image").image(name, image, caption)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Log a text from a callback, such as what a model has written; see ``log_image``."""
+        self._media_writer("log_text").text(name, text)
+
+    def log_histogram(
+        self, name: str, values: Any, *, bins: int = 64, gather: bool = False
+    ) -> None:
+        """Log how the numbers in a tensor are distributed, in ``bins`` of equal width.
+
+        Those of rank 0 are counted; with ``gather`` those of all ranks together, and then every
+        rank calls it. Every rank also calls it for a tensor that is split over ranks (a parameter
+        under ``zero`` or ``tp``), of which the whole is counted. See ``log_image``.
+        """
+        self._media_writer("log_histogram").histogram(name, values, bins, gather)
+
+    def _media_writer(self, call: str) -> MediaWriter:
+        if self._media is None:
+            raise TrainingError(
+                f"{call}: no run is under way. Call it during fit, from a callback such as "
+                "on_step_end or on_eval_end."
+            )
+        return self._media
 
     def stop(self, reason: str = "") -> None:
         """Ask, from a callback on any rank, that the run ends after the current step.

@@ -17,6 +17,7 @@ from paceline.events import (
     Event,
     HangFound,
     Logged,
+    MediaLogged,
     Restarting,
     RunFinished,
     RunStarted,
@@ -43,6 +44,8 @@ class History:
     epochs: list[EpochDone] = field(default_factory=list)
     from_callbacks: list[Logged] = field(default_factory=list)
     """What callbacks have logged."""
+    media: list[MediaLogged] = field(default_factory=list)
+    """The images, histograms and texts that callbacks have logged: each names its file."""
     splits: list[StepSplit] = field(default_factory=list)
     """Where the time of the steps went, by rank."""
     wire: list[WireUsed] = field(default_factory=list)
@@ -76,6 +79,8 @@ class History:
             self.steps.append(event)
         elif isinstance(event, Logged):
             self.from_callbacks.append(event)
+        elif isinstance(event, MediaLogged):
+            self.media.append(event)
         elif isinstance(event, EvalDone):
             self.evals = [e for e in self.evals if e.step != event.step]
             self.evals.append(event)
@@ -106,6 +111,7 @@ class History:
             self.evals = [e for e in self.evals if e.step < step]
             self.epochs = [e for e in self.epochs if e.step < step]
             self.from_callbacks = [e for e in self.from_callbacks if e.step < step]
+            self.media = [e for e in self.media if e.step < step]
 
     @property
     def losses(self) -> list[float]:

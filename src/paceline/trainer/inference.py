@@ -108,7 +108,12 @@ class InferenceTrainer(TrainerBase):
                 between=between,
             )
             done = EvalDone(
-                step=step, epoch=self.epoch, metrics=metrics, samples=samples, seconds=seconds
+                step=step,
+                epoch=self.epoch,
+                metrics=metrics,
+                samples=samples,
+                seconds=seconds,
+                data="",
             )
             reporter.emit(done)
         return metrics

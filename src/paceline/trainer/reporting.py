@@ -11,6 +11,7 @@ from paceline.events import Event, EventLog, Note
 from paceline.events.wording import checkpoint_trouble, line_of, warns
 from paceline.launch import notices
 from paceline.track import Tracker
+from paceline.track.media import located
 from paceline.trainer.history import History
 
 
@@ -31,6 +32,8 @@ class Reporter:
         self._warns = main and warns
         self._log = EventLog(run_dir, self._say) if main and run_dir is not None else None
         self._trackers = list(trackers) if main else []
+        self.files: Path | None = run_dir
+        """Where the files are that events name."""
 
     def emit(self, event: Event) -> None:
         """Report one event."""
@@ -41,8 +44,9 @@ class Reporter:
         # Whoever shows the events of this run cannot read this one there.
         if lost and not self._trackers and (line := line_of(event)) is not None:
             notices.send(f"warning: {line}" if warns(event) else line)
+        seen = located(event, self.files)
         for tracker in list(self._trackers):
-            self._shielded(tracker, partial(tracker.handle, event))
+            self._shielded(tracker, partial(tracker.handle, seen))
 
     def close(self) -> None:
         """Let the trackers finish and close the log."""

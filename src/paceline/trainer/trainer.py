@@ -68,6 +68,7 @@ from paceline.trainer.fit_processes import fit_on_new_ranks
 from paceline.trainer.history import History, where_stopped
 from paceline.trainer.inference import InferenceTrainer
 from paceline.trainer.loop import Loop
+from paceline.trainer.media import MediaWriter
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.stop_requests import StopRequests
 from paceline.trainer.weights import load_weights
@@ -327,6 +328,10 @@ class Trainer(InferenceTrainer):
         clean = False
         with StopRequests(world) as stops:
             self._stops = stops
+            self._media = MediaWriter(
+                self.events_dir, world, lambda: engine.steps_done, reporter.emit
+            )
+            reporter.files = self._media.root
             loop = Loop(
                 self,
                 train_loader,
@@ -343,12 +348,13 @@ class Trainer(InferenceTrainer):
                 history = loop.run()
                 clean = True
             finally:
-                self._stops = None
+                media, self._stops, self._media = self._media, None, None
                 if checkpoints is not None:
                     # Where the run fails, a save may still be on its way; it counts all the same.
                     loop.saves.tell(wait=True)
                     checkpoints.close(clean=clean)
                 reporter.close()
+                media.close()
                 train_loader.close()
                 if val_loader is not None:
                     val_loader.close()
