@@ -42,7 +42,7 @@ def _load(request: TrainRequest, engine: LaunchEngine) -> Config:
     """The config, with every problem of it and of the engine's section at once."""
     source = _source(request)
     is_script = request.script is not None
-    sample = _with_index(request, engine.index_of_sample(request.overrides))
+    sample = _sample_of(request, source, engine)
     unchecked = sample.load(source, checked=False)
     problems = engine.problems(unchecked)
     if not is_script:
@@ -55,9 +55,13 @@ def _load(request: TrainRequest, engine: LaunchEngine) -> Config:
     return unchecked
 
 
-def _with_index(request: TrainRequest, index: str | None) -> TrainRequest:
-    """The request of one run of an array, for which ``{index}`` stands in what is set."""
-    if index is None:
+def _sample_of(request: TrainRequest, source: Path | None, engine: LaunchEngine) -> TrainRequest:
+    """The request of one run of several, for whose number ``{index}`` stands in what is set."""
+    plain = [text for text in request.overrides if INDEX not in text]
+    if len(plain) == len(request.overrides):
+        return request
+    config = dataclasses.replace(request, overrides=plain).load(source, checked=False)
+    if (index := engine.index_of_sample(config)) is None:
         return request
     overrides = [text.replace(INDEX, index) for text in request.overrides]
     return dataclasses.replace(request, overrides=overrides)

@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from paceline.testing import leaks
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 _PATIENCE = 300.0
 _CONF = """
@@ -196,6 +198,8 @@ class SlurmCluster:
                 stderr=out,
                 start_new_session=True,
             )
+        # Started in a test, it may serve the next ones.
+        leaks.serves_the_session(self._daemons[name or program].pid)
 
     def _munge_files(self) -> Sequence[str]:
         files = {

@@ -104,10 +104,10 @@ class LaunchEngine(RunControl):
     def gpus_per_machine(self, config: Config) -> int:
         """How many GPUs every machine will have, as far as is known here; 0 where it is not."""
 
-    def index_of_sample(self, overrides: Sequence[str]) -> str | None:
+    def index_of_sample(self, config: Config) -> str | None:
         """For an engine that starts several runs at once: the number of one of them.
 
-        By it the config is checked, where ``overrides`` hold ``{index}`` for that number.
+        By it values are checked that hold ``{index}`` for that number; ``config`` is without them.
         """
         return None
 

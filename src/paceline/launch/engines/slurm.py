@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config import Config
-from paceline.config.slurm_fields import seconds_of
+from paceline.config.slurm_fields import indices_of, seconds_of
 from paceline.errors import ConfigError, LaunchError
 from paceline.launch.engines.base import INDEX, ClusterJob, LaunchEngine
 from paceline.launch.engines.local import newest_log, show_log
@@ -68,9 +67,10 @@ class SlurmEngine(LaunchEngine):
         numbers = [kind[-1] for kind in kinds if kind[0] == "gpu"]
         return sum(int(number) if number.isdecimal() else 1 for number in numbers)
 
-    def index_of_sample(self, overrides: Sequence[str]) -> str | None:
-        """0, where a value is one for each run of an array."""
-        return "0" if any(INDEX in text for text in overrides) else None
+    def index_of_sample(self, config: Config) -> str:
+        """The first of the array."""
+        array = config.launch.slurm.array
+        return "0" if array is None else str(indices_of(array)[0])
 
     def plan(self, job: ClusterJob) -> str:
         """The script."""
