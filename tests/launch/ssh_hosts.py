@@ -171,7 +171,7 @@ class SshRun:
         self.command = [sys.executable, "-m", "paceline", "train", "sums.yaml", "--on", "ssh"]
         self.command += ["--hosts", hosts, "--set", f"launch.ssh.config={there.folder / client}"]
         self.command += more
-        self.out = there.folder / f"{folder.name}.out"
+        self.out = there.folder / f"{folder.name}-{len(there.commands)}.out"
         self.process: subprocess.Popen[Any] | None = None
 
     def start(self) -> SshRun:

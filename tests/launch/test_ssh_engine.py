@@ -238,7 +238,10 @@ def test_the_other_end(tmp_path: Path) -> None:
     session.tell({"do": "follow", "control": control, "offset": 0})
     wait_for(lambda: said, "its output again")
     assert f"here {launcher}" in "".join(said)
-    session.tell({"do": "order", "what": "kill"})
+    other = _session(tmp_path)
+    cancel = {"do": "order", "folder": str(tmp_path), "run": "r", "what": "kill"}
+    assert other.ask(cancel) == {"launchers": [launcher]}
+    other.close()
     assert session.answer(60)["exit"] == 137
     # Nobody comes back: after a while it ends by itself.
     said.clear()

@@ -73,6 +73,9 @@ def test_a_host_is_killed_and_comes_back_and_ctrl_c_ends_all(there: SshHosts, un
     status = run.command_of("runs", "status", str(folder)).stdout
     assert f"followed by process {run.process.pid}" in status
     assert "node0: launcher" in status
+    again = SshRun(there, run.folder, "--run-dir", str(folder), "--resume", "auto", write=False)
+    assert again.start().ends() == 2
+    assert f"is followed by process {run.process.pid} already" in again.text
     there.kill(there.nodes[1])
     wait_for(lambda: worlds(folder)[-1] == 1, f"a world without it\n{run.text}")
     before = max(run.losses())

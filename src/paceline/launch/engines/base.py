@@ -15,6 +15,9 @@ from paceline.config.fields import node_range
 from paceline.launch.engines.submission import Submission
 from paceline.launch.run_folder import SUBMISSION
 
+INDEX = "{index}"
+"""Stands in values for the number of a run, where an engine starts several at once."""
+
 
 def _not_shown(config: Config) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
@@ -58,6 +61,7 @@ class ClusterJob:
         self,
         *more: str,
         python: str = sys.executable,
+        run: str | None = None,
         rdzv: str | None = None,
         secret_file: str | None = None,
         train: Sequence[str] | None = None,
@@ -65,12 +69,12 @@ class ClusterJob:
         """The command for one machine.
 
         It is safe to repeat: it starts the run, or goes on with it. ``rdzv`` is where the machines
-        meet, ``more`` further arguments; ``train`` stands in for ``self.train`` where files lie
-        elsewhere on that machine.
+        meet, ``more`` further arguments; ``train`` and ``run`` stand in for ``self.train`` and
+        ``self.run`` where files lie elsewhere on that machine.
         """
         meet = () if rdzv is None else ("--rdzv", rdzv, "--nnodes", str(self.config.launch.nnodes))
         secret = () if secret_file is None else ("--secret-file", secret_file)
-        run = str(self.run)
+        run = str(self.run) if run is None else run
         folder = ("--resume", run) if self.resume else ("--run-dir", run, "--resume", "auto")
         after = ("--", *self.script_arguments) if self.script_arguments else ()
         what = self.train if train is None else train
@@ -115,6 +119,13 @@ class LaunchEngine(RunControl):
     @abc.abstractmethod
     def gpus_per_machine(self, config: Config) -> int:
         """How many GPUs every machine will have, as far as is known here; 0 where it is not."""
+
+    def index_of_sample(self, config: Config) -> str | None:
+        """For an engine that starts several runs at once: the number of one of them.
+
+        By it values are checked that hold ``{index}`` for that number; ``config`` is without them.
+        """
+        return None
 
     @abc.abstractmethod
     def plan(self, job: ClusterJob) -> str:

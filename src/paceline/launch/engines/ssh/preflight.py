@@ -325,8 +325,16 @@ def _problem_of(facts: dict[str, Any]) -> str | None:
 
 
 def _on_all(hosts: Sequence[RemoteHost], work: Callable[[RemoteHost], None]) -> None:
-    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(hosts))) as pool:
+    pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, len(hosts)))
+    try:
         list(pool.map(work, hosts))
+    except BaseException:
+        for host in hosts:  # or a Ctrl-C would wait for hosts that do not answer
+            if host.session is not None:
+                host.session.close()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from paceline.untrusted import printable
 _ALIVE_SECONDS = 5
 _ALIVE_COUNT = 4
 _LONGEST_LINE = 1 << 20
-_PATH = re.compile(r"(~/|/)?[A-Za-z0-9_][A-Za-z0-9_./+@=,:-]*")
+_PATH = re.compile(r"(~/|/)?[A-Za-z0-9_.][A-Za-z0-9_./+@=,:-]*")
 _OPTION = re.compile(r"[A-Za-z][A-Za-z0-9]*\s*[=\s]\s*\S.*")
 
 
