@@ -33,7 +33,7 @@ def run(told: dict[str, Any]) -> str:
     from ray.train.collective import broadcast_from_rank_zero
 
     orders = RankOrders(**told)
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it would tell of every report
+    _quiet_ray_train()
     _go_to(orders)
     _check_sees(orders)
     run = RunFolder(Path(orders.run))
@@ -61,6 +61,13 @@ def run(told: dict[str, Any]) -> str:
             raise
         leave()
     return ended
+
+
+def _quiet_ray_train() -> None:
+    """Keep Ray Train from telling of every report; some of its loggers are named by their file."""
+    for name in list(logging.root.manager.loggerDict):
+        if name == "ray.train" or "/ray/train/" in name:
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _go_to(orders: RankOrders) -> None:
