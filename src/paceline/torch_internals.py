@@ -155,6 +155,11 @@ def make_fsdp_root(module: nn.Module) -> None:
 # ---- process groups ----
 
 
+def default_store() -> Any:
+    """The store by which the ranks of the default process group found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def abort_process_groups() -> None:
     """Abort what is under way in every NCCL communicator of this process, and forget all groups.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveMismatch, WorldError
 from paceline.launch.environment import read_environment
-from paceline.world import DEFAULT_TIMEOUT, World, collectives, joining
+from paceline.world import DEFAULT_TIMEOUT, World, collectives, joining, objects
 from ports import free_port
 
 
@@ -116,7 +117,10 @@ def test_a_world_can_be_left_and_joined_many_times(ranks):
 def test_a_process_group_of_someone_else_is_used_and_left_alone(ranks):
     def job():
         dist.init_process_group("gloo")
+        # Processes that nobody has forked from one another have no key in common.
+        objects._state["key"] = secrets.token_bytes(32)
         with World.init() as world:
+            assert collectives.all_gather_object(world.rank) == [0, 1]
             assert world.backend == "gloo"
             assert (world.rank, world.size) == (dist.get_rank(), 2)
             total = collectives.all_reduce(torch.ones(1)).item()

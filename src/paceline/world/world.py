@@ -24,7 +24,7 @@ from paceline.errors import WorldError
 from paceline.launch.allocation import check_not_left_alone
 from paceline.launch.environment import Environment, read_environment
 from paceline.layout import Layout
-from paceline.torch_internals import abort_process_groups
+from paceline.torch_internals import abort_process_groups, default_store
 from paceline.world.agreement import agree_on_call
 from paceline.world.barrier import Barrier
 from paceline.world.group import Group, backend_by_device, check_ranks
@@ -38,6 +38,7 @@ from paceline.world.joining import (
     start_watch,
 )
 from paceline.world.mesh import group_of_one, make_mesh
+from paceline.world.objects import agree_on_key
 from paceline.world.process_groups import ProcessGroups
 from paceline.world.seeding import seed_everything
 
@@ -223,6 +224,8 @@ class World:
                 "initialised. Leave backend='auto' to use it, or destroy it first."
             )
         chosen = choose_device(device, name, env)
+        if size > 1 and name != "fake":
+            agree_on_key(default_store())
         return cls(
             env,
             device=chosen,
