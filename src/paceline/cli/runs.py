@@ -97,6 +97,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """How a run is: its state, how far it came, and what the engine that has it says."""
+    import dataclasses
     from pathlib import Path
 
     from paceline.cli.checkpoint_screen import show_json, show_table
@@ -106,6 +107,8 @@ def status(
     control, submission = control_of(run)
     said = control.status(submission)
     listed = look_at(Path(run))
+    if submission.engine != "local" and not (Path(run) / "config.yaml").exists():
+        listed = dataclasses.replace(listed, state="submitted")  # no launcher was there so far
     if as_json:
         engine = {"engine": submission.engine, "job": submission.job, "says": said}
         show_json({**listed.to_json(), **engine})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -161,10 +162,15 @@ def train(
             auto=resume == AUTO,
         )
         request.check(layout)
-        if request.is_elsewhere():
+        allocation = None
+        if "SLURM_JOB_ID" in os.environ:
+            from paceline.cli.train_allocation import place_in_allocation
+
+            allocation = place_in_allocation(request)
+        if allocation is not None or request.is_elsewhere():
             from paceline.cli.train_elsewhere import run_elsewhere
 
-            run_elsewhere(request)
+            run_elsewhere(request, allocation)
         elif script is None:
             from paceline.cli.train_config import run_config
 
@@ -191,8 +197,6 @@ def _host_list(hosts: str | None) -> list[str] | None:
 
 
 def _absolute(path: str | None) -> str | None:
-    import os
-
     return None if path is None else os.path.abspath(os.path.expanduser(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.launch.exit_codes import PEER_LEAVES, TOLD_TO_LEAVE
+from paceline.launch.launchers import LAUNCHER_PID
 from paceline.sync.deferred_numbers import LAG
 from paceline.world import World
 
@@ -42,7 +44,9 @@ class StopRequests:
     """Collects what this rank was asked, and lets the ranks agree on the strongest request.
 
     While active it takes SIGINT and SIGTERM: the first asks for an orderly end, the second is
-    handled as it would have been without us. SIGUSR1 asks for a checkpoint, as often as it comes.
+    handled as it would have been without us. But for a further SIGTERM to a rank of our launcher:
+    schedulers send it to every process of a job, and the launcher passes it on. It kills ranks by
+    SIGKILL. SIGUSR1 asks for a checkpoint, as often as it comes.
     """
 
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -147,7 +151,12 @@ class StopRequests:
         self.signal = number
         self._signalled = time.monotonic()
         self.ask(LEAVE if number == signal.SIGTERM else INTERRUPT)
+        ours = number == signal.SIGTERM and LAUNCHER_PID in os.environ
+        echoed = {signal.SIGTERM: self._before.pop(signal.SIGTERM)} if ours else {}
         self._put_back()
+        self._before = echoed
+        if echoed:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():

@@ -11,10 +11,18 @@ from __future__ import annotations
 import importlib
 
 from paceline.errors import ConfigError
-from paceline.launch.engines.base import ClusterJob, LaunchEngine, RunControl
+from paceline.launch.engines.base import INDEX, ClusterJob, LaunchEngine, RunControl
 from paceline.launch.engines.submission import Submission, read_submission
 
-__all__ = ["ClusterJob", "LaunchEngine", "RunControl", "Submission", "control_of", "engine_named"]
+__all__ = [
+    "INDEX",
+    "ClusterJob",
+    "LaunchEngine",
+    "RunControl",
+    "Submission",
+    "control_of",
+    "engine_named",
+]
 
 _ENGINES = {
     "ssh": "paceline.launch.engines.ssh:SshEngine",

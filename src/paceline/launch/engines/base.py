@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,13 @@ from paceline.config import Config
 from paceline.config.fields import node_range
 from paceline.launch.engines.submission import Submission
 from paceline.launch.run_folder import SUBMISSION
+
+INDEX = "{index}"
+"""Stands in values for the number of a run, where an engine starts several at once."""
+
+
+def _not_shown(config: Config) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,9 @@ class ClusterJob:
     """The run was there before, and goes on."""
     apply: bool = False
     """Hand over what would otherwise only be printed."""
+    shown: Callable[[Config], AbstractContextManager[None]] = _not_shown
+    """For an engine without a launcher of ours: shows and records the run, which has this config,
+    from the events it writes during the block."""
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -49,6 +61,7 @@ class ClusterJob:
         self,
         *more: str,
         python: str = sys.executable,
+        run: str | None = None,
         rdzv: str | None = None,
         secret_file: str | None = None,
         train: Sequence[str] | None = None,
@@ -56,12 +69,12 @@ class ClusterJob:
         """The command for one machine.
 
         It is safe to repeat: it starts the run, or goes on with it. ``rdzv`` is where the machines
-        meet, ``more`` further arguments; ``train`` stands in for ``self.train`` where files lie
-        elsewhere on that machine.
+        meet, ``more`` further arguments; ``train`` and ``run`` stand in for ``self.train`` and
+        ``self.run`` where files lie elsewhere on that machine.
         """
         meet = () if rdzv is None else ("--rdzv", rdzv, "--nnodes", str(self.config.launch.nnodes))
         secret = () if secret_file is None else ("--secret-file", secret_file)
-        run = str(self.run)
+        run = str(self.run) if run is None else run
         folder = ("--resume", run) if self.resume else ("--run-dir", run, "--resume", "auto")
         after = ("--", *self.script_arguments) if self.script_arguments else ()
         what = self.train if train is None else train
@@ -106,6 +119,13 @@ class LaunchEngine(RunControl):
     @abc.abstractmethod
     def gpus_per_machine(self, config: Config) -> int:
         """How many GPUs every machine will have, as far as is known here; 0 where it is not."""
+
+    def index_of_sample(self, config: Config) -> str | None:
+        """For an engine that starts several runs at once: the number of one of them.
+
+        By it values are checked that hold ``{index}`` for that number; ``config`` is without them.
+        """
+        return None
 
     @abc.abstractmethod
     def plan(self, job: ClusterJob) -> str:
