@@ -194,7 +194,7 @@ ASKED, REQUEUED = (
         ("finished", 0, ""),
         ("failed", 1, ""),
         ("node_lost", 9, REQUEUED),
-        ("preempted", 143, ASKED + REQUEUED),
+        ("preempted", 143, ASKED.replace("\n", " --preempted\n") + REQUEUED),
         ("limit", 143, f"scancel --signal=TERM 7\n{ASKED}{REQUEUED}"),
         ("no_progress", 143, f"scancel --signal=TERM 7\n{ASKED}"),
         ("cancelled", 143, ""),

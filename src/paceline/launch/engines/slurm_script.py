@@ -219,7 +219,7 @@ done
 if [ -n "$leaving" ] || [ "$status" -eq 143 ]; then
     # They were told to leave: by this script; or by SLURM, which preempts the job, or cancels it
     # and tells this script as well.
-    [ -n "$leaving" ] || sleep 3
+    [ -n "$leaving" ] || { most="$most --preempted"; sleep 3; }
     [ -n "$requeue" ] && "$python" -m paceline.launch.engines.slurm_requeue "$run" $most &&
         scontrol requeue "$SLURM_JOB_ID" && sleep 60
 elif ! timeout 30 srun --overlap --ntasks-per-node=1 \\
