@@ -248,10 +248,12 @@ def test_hostile_values_reach_the_job_unharmed(project: Project) -> None:
 
 
 def test_without_a_controller(project: Project) -> None:
-    """Nobody waits for ever, and the error says who is not there. The last test: it ends SLURM."""
+    """Nobody waits for ever, and the error says who is not there."""
     project.cluster.stop_controller()
-    train = ["train", "sums.yaml", "--on", "slurm", "--run-dir", "unanswered"]
-    done = project.paceline(*train)
+    try:
+        done = project.paceline("train", "sums.yaml", "--on", "slurm", "--run-dir", "unanswered")
+    finally:
+        project.cluster.start_controller()
     assert done.returncode == 1
     assert "scontrol ping" in done.stderr
     assert not (project.folder / "unanswered").exists()
