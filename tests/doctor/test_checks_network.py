@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from doctor.made_up import cluster, link, machine, network, with_machine
-from paceline.doctor import checks_interfaces, checks_network, facts
+from paceline.doctor import checks_fabric, checks_interfaces, checks_network, facts
 from paceline.doctor.checks import run_checks
 from paceline.doctor.facts import ClockOffset, FolderSighting, Interface, Lookup, RunPlan, Speed
 from paceline.doctor.finding import problems
@@ -226,3 +226,34 @@ def test_one_machine_alone_has_no_network_findings() -> None:
     alone = facts.ClusterFacts((machine(0, network=network(0, address="")),))
     assert problems(run_checks(alone)) == []
     assert not {"meeting", "reach", "interface", "clocks"} & {f.check for f in run_checks(alone)}
+
+
+def test_adapters_and_what_nccl_is_told_are_shown():
+    assert checks_fabric.fabric(cluster(2)) == []
+    told = {"adapters": ("mlx5_0", "mlx5_1"), "variables": ("NCCL_SOCKET_IFNAME=eth1",)}
+    plan = RunPlan(network_env=("NCCL_DEBUG=INFO",))
+    same = cluster(1, machines=(machine(0, network=network(0, **told), plan=plan),))
+    [shown] = checks_fabric.fabric(same)
+    assert shown.level == "ok"
+    assert shown.found == (
+        "node0: adapters mlx5_0, mlx5_1; NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME=eth1"
+    )
+
+
+def test_adapters_need_memory_that_may_be_locked():
+    limits = replace(machine().limits, locked_memory=65536)
+    little = machine(0, network=network(0, adapters=("mlx5_0",)), limits=limits)
+    [found] = checks_fabric.fabric(cluster(1, machines=(little,)))
+    assert found.level == "warning"
+    assert "64 KiB" in found.found
+    assert "ulimit -l unlimited" in found.fix
+    assert checks_fabric.fabric(cluster(1, machines=(machine(0, limits=limits),))) == []
+
+
+def test_what_nccl_is_told_is_to_be_the_same_everywhere():
+    variables = ("NCCL_IB_HCA=mlx5_0", "NCCL_SOCKET_IFNAME=eth0")
+    [found] = checks_fabric.fabric(with_machine(1, network=network(1, variables=variables)))
+    assert found.found == "NCCL_IB_HCA is not set on node0, node2; 'mlx5_0' on node1"
+    by_config = RunPlan(network_env=("NCCL_IB_HCA=mlx5_0",))
+    machines = tuple(machine(n, plan=by_config) for n in range(2))
+    assert {f.level for f in checks_fabric.fabric(cluster(2, machines=machines))} == {"ok"}

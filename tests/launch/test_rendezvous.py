@@ -22,7 +22,7 @@ from paceline.events import Event, NodeJoined, NodeLeft, Note
 from paceline.launch.logs import LogName
 from paceline.launch.messages import encode
 from paceline.launch.rendezvous import endpoints as rendezvous_endpoints
-from paceline.launch.rendezvous import forwarding
+from paceline.launch.rendezvous import forwarding, joining
 from paceline.launch.rendezvous.announcing import WaitingNodes
 from paceline.launch.rendezvous.endpoints import RendezvousEndpoints
 from paceline.launch.rendezvous.forwarding import EventForwarder, LogTail
@@ -390,6 +390,27 @@ def test_launchers_meet_work_on_one_run_and_let_others_in(town: Town) -> None:
     wait_for(lambda: [e for e in first.written if isinstance(e, Note)], "b's news")
     assert [event.host for event in first.written if isinstance(event, NodeJoined)] == ["b"]
     assert second.written == []
+
+
+def test_a_launcher_that_is_slow_to_come_in_is_waited_for(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The world of the others has ended for it, and would else do so again and again."""
+    monkeypatch.setattr(joining, "LAST_CALL_SECONDS", 0.1)
+    generation_to_join = joining.Joiner._generation_to_join
+
+    def slow(joiner: joining.Joiner, *arguments: Any) -> int:
+        found = generation_to_join(joiner, *arguments)
+        if joiner.host == "b":
+            time.sleep(1.5)
+        return found
+
+    monkeypatch.setattr(joining.Joiner, "_generation_to_join", slow)
+    first = town.start("a")
+    met(first, "a")
+    second = town.start("b")
+    met(second, "a", "b")
+    met(first, "a", "b")
 
 
 def test_a_launcher_that_vanishes_is_lost_and_the_rest_goes_on(town: Town) -> None:

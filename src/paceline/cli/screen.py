@@ -19,6 +19,7 @@ import typer
 
 from paceline.cli.console import give_up, open_standard_streams, say
 from paceline.errors import PacelineError, RankFailed
+from paceline.launch import exit_codes
 from paceline.untrusted import printable
 
 TROUBLE = 2
@@ -90,8 +91,13 @@ def _prepare_streams() -> None:
 
 
 def exit_status(error: PacelineError) -> int:
-    """2 for a mistake of the user's, the rank's own status for a failed rank, else 1."""
+    """2 for a mistake of the user's, the rank's own status for a failed rank, else 1.
+
+    A scheduler that starts launchers again is told where that would be in vain.
+    """
     if isinstance(error, RankFailed):
+        if error.would_recur and os.environ.get(exit_codes.SCHEDULED):
+            return exit_codes.WOULD_RECUR
         # A shell reports a process killed by signal n as 128 + n.
         return 128 - error.exit_code if error.exit_code < 0 else error.exit_code or 1
     return 2 if isinstance(error, ValueError | ImportError) else 1

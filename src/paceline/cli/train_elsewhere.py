@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.cli.console import say
-from paceline.cli.train_report import exit_status
+from paceline.cli.train_report import exit_status, resume_hint, say_done, say_stopped
 from paceline.cli.train_request import TrainRequest
 from paceline.config import Config
 from paceline.config.launch_engines import ENGINES
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RankFailed
 from paceline.launch.engines import INDEX, ClusterJob, LaunchEngine, engine_named
 from paceline.launch.run_choice import RunChoice
-from paceline.launch.run_folder import open_run
+from paceline.launch.run_folder import RunFolder, open_run
 
 _ENGINES_OWN = ("launch.on", "launch.nnodes", "launch.rdzv", "launch.secret")
 """What the launcher on each machine is told by the engine."""
@@ -45,6 +48,10 @@ def _load(request: TrainRequest, engine: LaunchEngine) -> Config:
     sample = _sample_of(request, source, engine)
     unchecked = sample.load(source, checked=False)
     problems = engine.problems(unchecked)
+    if not problems:
+        request.imply(engine.implied(unchecked))
+        sample = _sample_of(request, source, engine)
+        unchecked = sample.load(source, checked=False)
     if not is_script:
         try:
             sample.load(source, devices=engine.gpus_per_machine(unchecked))
@@ -98,7 +105,37 @@ def _job(request: TrainRequest, config: Config) -> ClusterJob:
         folder=Path.cwd(),
         resume=request.resume is not None,
         apply=request.apply,
+        shown=functools.partial(_shown, RunFolder(Path(os.path.abspath(run))), request),
     )
+
+
+@contextlib.contextmanager
+def _shown(run: RunFolder, request: TrainRequest, config: Config) -> Iterator[None]:
+    """Show and record the run during the block, and say at its end what came of it."""
+    from paceline.cli.train_trackers import trackers_of
+    from paceline.track import following
+
+    is_script = request.script is not None
+    say(f"run folder: {run}", error=is_script)
+    try:
+        with following(run.path, [] if is_script else trackers_of(config, run)):
+            yield
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if is_script:
+            raise
+        say_stopped(run, stop)
+    except RankFailed as error:
+        if is_script:
+            raise
+        raise RankFailed(
+            f"{error}\n{resume_hint(run)}",
+            rank=error.rank,
+            exit_code=error.exit_code,
+            traceback=error.traceback,
+        ) from None
+    if not is_script:
+        source = next(iter(request.configs), None)
+        say_done(config, run, source, resumed=request.resume is not None)
 
 
 def _arguments(request: TrainRequest) -> list[str]:

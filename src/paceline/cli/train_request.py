@@ -204,6 +204,11 @@ class TrainRequest:
             words = {**self._adjusted, **self.flags}
             raise ConfigError(in_users_words(error.problems, words)) from None
 
+    def imply(self, values: dict[str, str]) -> None:
+        """Add values that follow from others, as if they had been typed first."""
+        words = {f"{key}={value}": f"{key}={value}" for key, value in values.items()}
+        self.flags = {**words, **self.flags}
+
     def adjust_ranks_of(self, stored: Config) -> None:
         """Let --nproc and --nnodes change the layout of a config that has all written out, and
         vice versa.

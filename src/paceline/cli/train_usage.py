@@ -11,6 +11,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from paceline.cli.other_launchers import translate, with_our_names
+
 _CONFIGS = (".yaml", ".yml", ".json")
 
 
@@ -19,6 +21,7 @@ class TrainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse ``args``; an unknown option is a ConfigError that says where it belongs."""
+        args = with_our_names(args)
         given = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -40,6 +43,9 @@ def _unknown(option: str, args: Sequence[str], known: Sequence[str]) -> str:
     from paceline.config.keys import FIELDS, nearest, section_of, suggest
 
     script = _script_in(args)
+    own, after = _split_at(args, script)
+    if (found := translate(own)).typed:
+        return found.answer(after)
     if script is not None:
         rest = [arg for arg in args if arg not in ("--script", script, f"--script={script}")]
         ours = rest[: _index(rest, option)]
@@ -59,6 +65,17 @@ def _unknown(option: str, args: Sequence[str], known: Sequence[str]) -> str:
         f"{option}: no such option; there are {', '.join(known)}. Any value of the config is set "
         "by --set key=value"
     )
+
+
+def _split_at(args: Sequence[str], script: str | None) -> tuple[list[str], list[str]]:
+    """The options of the launcher, and a script that stands in place of a config with its own."""
+    args = list(args)
+    if script is not None and script in args and args[args.index(script) - 1] != "--script":
+        place = args.index(script)
+        theirs = args[place + 1 :]
+        return args[:place], ["--script", script, *(["--", *theirs] if theirs else [])]
+    end = args.index("--") if "--" in args else len(args)
+    return args[:end], args[end:]
 
 
 def _script_in(args: Sequence[str]) -> str | None:

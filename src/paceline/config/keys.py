@@ -16,11 +16,19 @@ from paceline.credentials import Secret
 from paceline.options.other_names import ELSEWHERE, IN_SECTION
 
 _NOTES = {
+    "accelerator": "auto, cpu or cuda",
     "amp": "like precision: bf16",
+    "backend": "cpu or cuda: ranks talk over Gloo on CPUs, over NCCL on GPUs",
     "batch_size": "samples per step over all ranks; batch.per_device_batch: on each of them",
     "bf16": "like precision: bf16",
+    "deepspeed": "ZeRO's stages are zero=1, zero=2 and zero=3",
+    "devices": "how many ranks on each machine",
     "fp16": "like precision: fp16",
+    "fsdp": "zero=3",
+    "master_addr": "HOST:PORT",
+    "master_port": "HOST:PORT",
     "min_lr": "a fraction of the full rate",
+    "strategy": "ddp: auto; fsdp: zero=3; deepspeed: zero=1, zero=2 or zero=3 for its stages",
     "warmup_ratio": "a number of steps",
 }
 """What to know when the other framework's key means something slightly different."""
@@ -112,10 +120,10 @@ def suggest(section: Path, key: str) -> Path | None:
     word = key.lower().replace("-", "_")
     if IN_SECTION.get(word) in here:
         return (*section, IN_SECTION[word])
-    if (near := nearest(word, here)) is not None:
-        return (*section, near)
     if word in ELSEWHERE:
         return tuple(ELSEWHERE[word].split("."))
+    if (near := nearest(word, here)) is not None:
+        return (*section, near)
     plain = [path for path in FIELDS if ANY not in path]
     elsewhere = [path for path in plain if path[-1] == word and not section_of(FIELDS[path])]
     if elsewhere:

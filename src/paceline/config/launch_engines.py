@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from paceline.config.fields import Positive
@@ -32,6 +34,58 @@ class Ssh(Section):
         default=None,
         min_length=1,
         description="A file of hosts, one a line, as horovodrun's or mpirun's.",
+    )
+    config: str | None = Field(
+        default=None, min_length=1, description="ssh's config file; null: its own."
+    )
+    options: list[str] = Field(
+        default=[],
+        description="Options as in ssh's config file, like 'IdentityFile=~/.ssh/cluster'.",
+    )
+    interactive: bool = Field(
+        default=False,
+        description="Let ssh ask for passwords, host by host, before the run starts; it then "
+        "connects once and cannot connect again by itself.",
+    )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Python on the hosts; null: the same path as here if it is there, else "
+        "python3.",
+    )
+    setup: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Shell commands on every host before the launcher, like 'module load cuda'.",
+    )
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The first host's name or address as the other hosts reach it; null: its "
+        "HostName in ssh's config, or the name it has in the list.",
+    )
+    folder: str = Field(
+        default="~/.paceline/ssh",
+        min_length=1,
+        description="A folder on the hosts, the same path on all of them: for what is copied, "
+        "and for the run where the hosts do not see its folder.",
+    )
+    code: Literal["auto", "shared", "copy"] = Field(
+        default="auto",
+        description="Where the code is: the hosts see the same folder as this machine (shared), "
+        "it is copied to them (copy), or whichever is found (auto).",
+    )
+    most_mib: Positive = Field(
+        default=1024, description="The most MiB of code that are copied to a host."
+    )
+    linger: float = Field(
+        default=60.0,
+        ge=5,
+        description="Seconds that a host goes on training without hearing from the command that "
+        "started it.",
+    )
+    connect_timeout: Positive = Field(
+        default=15, description="Seconds to wait for a connection to a host."
     )
 
 
@@ -89,28 +143,62 @@ class Slurm(Section):
     )
 
 
-class Kubernetes(Section):
-    """Launching on Kubernetes: one pod for every machine, one launcher in each."""
-
-    image: str | None = Field(default=None, min_length=1, description="The image of the pods.")
-    namespace: str | None = Field(default=None, min_length=1, description="Namespace.")
-    gpus: Positive | None = Field(default=None, description="GPUs of every pod.")
-
-
 class Ray(Section):
     """Launching by Ray Train, which places the ranks."""
 
     address: str | None = Field(
         default=None,
         min_length=1,
-        description="The cluster, like ray://head:10001 or auto; null: one on this machine.",
+        description="The cluster, like ray://head:10001, head:6379 or auto; null: one on this "
+        "machine, for this run.",
+    )
+    cpus_per_worker: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="CPUs that Ray reserves for each rank."
+    )
+    resources: dict[str, float] = Field(
+        default={}, description="What else each rank needs, by the names that the cluster has."
+    )
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        default="PACK",
+        description="PACK: on few nodes; SPREAD: over many; STRICT_PACK: on one node; "
+        "STRICT_SPREAD: each rank on a node of its own.",
+    )
+    storage_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A folder or URL that Ray copies each checkpoint to; null: Ray's records are "
+        "in the run's folder and refer to the checkpoints there.",
+    )
+    working_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A folder with code that Ray ships to every worker, where ranks then run; "
+        "null: all nodes see the code at the same path.",
     )
 
 
 class Mpi(Section):
-    """Launching by mpirun, which starts the ranks."""
+    """Launching by mpirun: one launcher on every host, which starts the ranks there."""
 
     hosts: list[str] = Field(default=[], description="Hosts; host:4 has 4 ranks.")
     hostfile: str | None = Field(
-        default=None, min_length=1, description="A file of hosts, handed to mpirun."
+        default=None,
+        min_length=1,
+        description="A file of hosts, one a line, as mpirun's or horovodrun's.",
+    )
+    mpirun: str = Field(
+        default="mpirun",
+        min_length=1,
+        description="The program: that of Open MPI, MPICH or Intel MPI, whichever is meant.",
+    )
+    port: int = Field(
+        default=29400,
+        ge=1,
+        le=65535,
+        description="The port on the first host where the launchers of several hosts meet.",
+    )
+    args: list[str] = Field(
+        default=[],
+        description="Further arguments of mpirun, one word each, like [--mca, btl_tcp_if_include, "
+        "eth0].",
     )

@@ -15,7 +15,8 @@ from paceline.config.fields import (
     StorageOptions,
     TrackingURI,
 )
-from paceline.config.launch_engines import Kubernetes, Mpi, Ray, Slurm, Ssh
+from paceline.config.launch_engines import Mpi, Ray, Slurm, Ssh
+from paceline.config.launch_kubernetes import Kubernetes
 from paceline.config.sections import Section, keys_of, switch
 from paceline.config.target_sections import TrackerTarget
 from paceline.credentials import Secret

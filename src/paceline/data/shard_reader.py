@@ -38,12 +38,14 @@ class ShardReader:
         # By shard and the block that each would read next.
         self._cursors: OrderedDict[tuple[int, int], Iterator[Sequence[Any]]] = OrderedDict()
 
-    def samples(self, places: Iterable[tuple[int, int]]) -> list[Any]:
-        """The samples at these places: a shard, and the number of the sample in it."""
+    def samples(self, places: Iterable[tuple[int, int]]) -> Iterator[Any]:
+        """The samples at these places: a shard, and the number of the sample in it.
+
+        One by one, so that what was decoded is mapped, and gone, before the next is decoded.
+        """
         if self._process != os.getpid():
             self._forget()
         blocks, decode = self._blocks, self._format.sample
-        found = []
         for shard, number in places:
             key = (shard, number // BLOCK)
             block = blocks.get(key)
@@ -51,8 +53,7 @@ class ShardReader:
                 block = self._read(*key)
             else:
                 blocks.move_to_end(key)
-            found.append(decode(self._open(shard), block[number % BLOCK], number))
-        return found
+            yield decode(self._open(shard), block[number % BLOCK], number)
 
     def _read(self, shard: int, wanted: int) -> Sequence[Any]:
         cursor, at = self._cursor(shard, wanted)

@@ -74,7 +74,7 @@ class ShardedDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Several samples at once, as a DataLoader asks for them."""
         samples = self._reader.samples(map(self._place, indices))
-        return samples if self.map is None else [self.map(sample) for sample in samples]
+        return list(samples if self.map is None else map(self.map, samples))
 
     def _place(self, index: int) -> tuple[int, int]:
         """The shard of sample ``index``, and its number in it."""

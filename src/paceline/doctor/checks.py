@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.doctor import checks_interfaces, checks_machine, checks_network, checks_storage
+from paceline.doctor import (
+    checks_fabric,
+    checks_interfaces,
+    checks_machine,
+    checks_network,
+    checks_storage,
+)
 from paceline.doctor.facts import ClusterFacts
 from paceline.doctor.finding import Finding
 
@@ -17,6 +23,7 @@ CHECKS: Sequence[Callable[[ClusterFacts], list[Finding]]] = (
     checks_network.ports,
     checks_network.names,
     checks_interfaces.interfaces,
+    checks_fabric.fabric,
     checks_network.clocks,
     checks_network.speed,
     checks_storage.folders,

@@ -38,6 +38,10 @@ class Network:
     """The address that the others reach this machine by; empty on a single machine."""
     gloo_variable: str = ""
     nccl_variable: str = ""
+    adapters: tuple[str, ...] = ()
+    """InfiniBand, RoCE and EFA adapters, as the kernel names them."""
+    variables: tuple[str, ...] = ()
+    """``NAME=value`` of what the environment says to NCCL, Gloo and libfabric, sorted."""
     port_range: tuple[int, int] | None = None
     """The ports that the system gives to connections: ranks listen on such."""
 
@@ -53,6 +57,8 @@ class SystemLimits:
     files_hard: int | None = None
     processes: int | None = None
     processes_used: int | None = None
+    locked_memory: int | None = None
+    """Bytes that a process may pin, as adapters need it."""
     shm_total: int | None = None
     shm_free: int | None = None
     memory_total: int | None = None
@@ -145,6 +151,8 @@ class RunPlan:
     workers: int = 0
     checkpoints_at_once: int = 1
     """How many checkpoints lie on the disk at the most, the one being written included."""
+    network_env: tuple[str, ...] = ()
+    """``NAME=value`` of what ``launch.env`` says to NCCL, Gloo and libfabric, sorted."""
     in_memory: bool = False
     """Whether copies are kept in shared memory (checkpoint.memory_every)."""
     copies_of_state: float = 1.0

@@ -17,6 +17,7 @@ from paceline.config.overrides import in_users_words
 from paceline.config.resolving import nproc_of, on_gpu, world_of
 from paceline.doctor.facts import RunPlan
 from paceline.doctor.facts_folders import Wanted
+from paceline.doctor.facts_network import network_variables
 from paceline.errors import ConfigError, LayoutError
 from paceline.launch.secret import RunSecret, find_secret
 from paceline.layout import Layout
@@ -88,6 +89,7 @@ def _plan(source: str, problems: tuple[str, ...], config: Config) -> RunPlan:
         shares_gpu=config.launch.share_gpu,
         workers=config.data.workers,
         checkpoints_at_once=keep + 1,
+        network_env=network_variables(config.launch.env),
         in_memory=config.checkpoint.memory_every is not None,
         copies_of_state=_copies_of_state(config, world_of(config, gpus)),
     )

@@ -32,6 +32,7 @@ def gather_limits() -> SystemLimits:
         files_hard=files_hard,
         processes=processes,
         processes_used=used,
+        locked_memory=_finite(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         shm_total=shm_total,
         shm_free=shm_free,
         memory_total=total,

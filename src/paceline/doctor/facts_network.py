@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooSlow
 from pathlib import Path
@@ -16,6 +16,8 @@ from pathlib import Path
 from paceline.doctor.facts import Interface, Lookup, Network
 
 LOOKUP_TIMEOUT_S = 10.0
+_ADAPTERS = "/sys/class/infiniband"
+_NETWORK_PREFIXES = ("NCCL_", "GLOO_", "FI_")
 
 # Linux: asks for the address, and for the flags, of an interface; and the flag for "up".
 _SIOCGIFADDR = 0x8915
@@ -33,8 +35,21 @@ def gather_network(address: str = "") -> Network:
         address=address,
         gloo_variable=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         nccl_variable=os.environ.get("NCCL_SOCKET_IFNAME", ""),
+        adapters=_adapters(),
+        variables=network_variables(os.environ),
         port_range=_port_range(),
     )
+
+
+def network_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """``NAME=value`` of the variables that NCCL, Gloo and libfabric read."""
+    return tuple(sorted(f"{k}={v}" for k, v in environ.items() if k.startswith(_NETWORK_PREFIXES)))
+
+
+def _adapters() -> tuple[str, ...]:
+    with contextlib.suppress(OSError):
+        return tuple(sorted(os.listdir(_ADAPTERS)))
+    return ()
 
 
 def look_up(names: Sequence[str]) -> list[Lookup]:

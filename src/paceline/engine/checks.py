@@ -17,6 +17,7 @@ from paceline.options import Compression, EngineOptions
 from paceline.parallel.averaging import sparse_embedding
 
 _NAMES_TOLD = 5
+_QUANTISING = ("bitsandbytes", "torchao")
 
 
 def check_model_and_options(model: nn.Module, options: EngineOptions) -> None:
@@ -27,9 +28,26 @@ def check_model_and_options(model: nn.Module, options: EngineOptions) -> None:
             f"{type(model).__name__} has no parameter that requires a gradient: nothing to train."
             + (" freeze= and unfreeze_at= leave none at the start: freeze fewer." if asked else "")
         )
+    check_not_quantised(model)
     if (sparse := sparse_embedding(model)) is not None:
         _check_rows_can_travel(sparse, options)
     check_rules_match(model, options.compress)
+
+
+def check_not_quantised(model: nn.Module) -> None:
+    """Refuse weights whose meaning lies outside of their bytes, as quantising libraries keep them.
+
+    To copy, cut, save or load the bytes alone would change the model without a word.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        library = type(tensor).__module__.partition(".")[0]
+        if library in _QUANTISING:
+            raise TrainingError(
+                f"{name!r} is a {type(tensor).__name__} of {library}: a quantised weight, whose "
+                "scales are kept beside it where no layout and no checkpoint would find them. Load "
+                "the model without a quantization_config, in bfloat16 to save memory, and shard it "
+                "(zero=3). Layers that keep integers and scales as buffers of their own work."
+            )
 
 
 def _check_rows_can_travel(embedding: str, options: EngineOptions) -> None:

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -24,9 +25,8 @@ class _CallablePackage(ModuleType):
     """So that ``paceline.launch(...)`` is a call and ``paceline.launch.api`` a module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from paceline.launch.api import launch
-
-        return launch(*args, **kwargs)
+        # By name: every module of this package imports it, and must not import the function too.
+        return importlib.import_module("paceline.launch.api").launch(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -1,4 +1,4 @@
-"""The exit codes with which a rank reports why it left; 0 is success."""
+"""The exit codes with which a rank, or a launcher, reports why it left; 0 is success."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ PEER_LEAVES = 75
 
 SAVED_AND_LEFT = frozenset({TOLD_TO_LEAVE, PEER_LEAVES})
 """What a rank leaves with that was asked to make room for a new world."""
+
+WOULD_RECUR = 78
+"""A launcher's, for what starts it again when it fails: that would only repeat the failure.
+
+78 is ``EX_CONFIG`` in sysexits.h. Only where ``PACELINE_SCHEDULED`` is set; a person gets the exit
+code of the rank that failed."""
+
+SCHEDULED = "PACELINE_SCHEDULED"
+"""The variable that an engine sets where a scheduler starts launchers again by their exit codes."""

@@ -31,7 +31,7 @@ _SECONDS_TO_END = 5.0
 # Set by pytest for each test, and by libraries when they are first used.
 _IGNORED_VARIABLES = (
     *("PYTEST_", "CUDA_", "KMP_", "OMP_", "TORCH", "TRITON_", "TF_", "TOKENIZERS_", "MLFLOW_"),
-    *("LC_CTYPE", "XDG_", "HF_", "GIT_PYTHON_", "PROTOCOL_BUFFERS_"),
+    *("LC_CTYPE", "XDG_", "HF_", "GIT_PYTHON_", "PROTOCOL_BUFFERS_", "RAY_"),
 )
 # They serve the multiprocessing module for as long as this process lives.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")

@@ -32,7 +32,7 @@ from paceline.track import Tracker
 from paceline.trainer.callbacks import Callback
 from paceline.trainer.evaluate import Metric
 from paceline.trainer.media import MediaWriter
-from paceline.trainer.stop_requests import STOP, StopRequests
+from paceline.trainer.stop_requests import LEAVE, STOP, StopRequests
 from paceline.world import World
 
 _ALONE: dict[str, Any] = {
@@ -204,6 +204,14 @@ class TrainerBase:
         """
         if self._stops is not None:
             self._stops.ask(STOP, reason)
+
+    def interrupt(self) -> None:
+        """Ask, from any thread of any rank, that the run saves and leaves, as SIGTERM does.
+
+        Where signals cannot reach: in a thread, or on another machine.
+        """
+        if self._stops is not None:
+            self._stops.ask(LEAVE)
 
     @property
     def checkpoint_dir(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from paceline.layout import Layout
 from paceline.layout.fitting import fit
 from paceline.layout.layout import read_degrees
 from paceline.trainer.arguments import Resume
+from paceline.trainer.callbacks import Callback
 from paceline.trainer.config_parts import (
     arguments_of,
     make_callbacks,
@@ -43,12 +45,14 @@ def from_config(
     resume: Resume,
     settings: Path | None = None,
     own_folder: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> History:
     """Build what ``config`` names and train it, on this rank of the world.
 
     ``settings`` is the file that ``config`` comes from, where the run goes on with other settings
     than it has in ``run_dir``: they become its own when all ranks have accepted them.
-    ``own_folder``: this machine does not share ``run_dir`` with that of rank 0.
+    ``own_folder``: this machine does not share ``run_dir`` with that of rank 0. ``callbacks`` come
+    after those of ``config``.
     """
     world = World.init(
         device=config.launch.device,
@@ -70,6 +74,7 @@ def from_config(
         optimizer=optimizer,
         **engine_options(config, train, optimizer, layout),
     )
+    trainer.callbacks += callbacks
     trainer.grace = config.launch.grace
     if settings is not None and (world.is_main or (own_folder and world.local_rank == 0)):
         new = settings.read_text(encoding="utf-8")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,10 @@ from paceline.launch.run_folder import SUBMISSION
 
 INDEX = "{index}"
 """Stands in values for the number of a run, where an engine starts several at once."""
+
+
+def _not_shown(config: Config) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,9 @@ class ClusterJob:
     """The run was there before, and goes on."""
     apply: bool = False
     """Hand over what would otherwise only be printed."""
+    shown: Callable[[Config], AbstractContextManager[None]] = _not_shown
+    """For an engine without a launcher of ours: shows and records the run, which has this config,
+    from the events it writes during the block."""
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -99,6 +108,13 @@ class LaunchEngine(RunControl):
     @abc.abstractmethod
     def problems(self, config: Config) -> list[str]:
         """Why ``config`` cannot be started this way, one message each; nothing is started."""
+
+    def implied(self, config: Config) -> dict[str, str]:
+        """Keys of the config that follow from the engine's own section, with their values.
+
+        Like ``launch.nnodes`` from a list of hosts; asked once ``problems`` found none.
+        """
+        return {}
 
     @abc.abstractmethod
     def gpus_per_machine(self, config: Config) -> int:

@@ -93,13 +93,14 @@ class RendezvousEndpoints:
         """
         began = time.monotonic()
         self.trouble = None
-        own = [i for i, endpoint in enumerate(self._endpoints) if is_this_machine(endpoint.host)]
         while True:
             pause()
             if (records := self.look()) is not None:
                 self.trouble = None
                 return records
             now = time.monotonic()
+            # Asked anew each time: a pod's own name may take some seconds to be known.
+            own = [i for i, one in enumerate(self._endpoints) if is_this_machine(one.host)]
             if own and now - began >= TURN_SECONDS * own[0] and self._serve(own[0]):
                 continue
             self.trouble = self._why_none()

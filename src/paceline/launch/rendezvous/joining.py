@@ -43,7 +43,7 @@ from paceline.launch.secret import RunSecret
 from paceline.launch.tunnel import Tunnel
 
 LAST_CALL_SECONDS = 3.0
-"""How long a world that has its minimum number of nodes waits for more."""
+"""How long a world that has its minimum number of nodes waits for more, if nobody is expected."""
 _KEEP_ALIVE_SECONDS, _KEEP_ALIVE_ATTEMPTS = 60, 10
 """Torch's own heartbeats compare clocks; ours do not, so torch's must never fire first."""
 _POLL_SECONDS = 0.1
@@ -153,8 +153,10 @@ class Joiner:
         pause = self.pause_in(records, generation, joining=True)
         store = InterruptibleStore(records.connection, pause, self.settings.node_timeout)
         # A store that took over from a lost one does not know who comes; we may.
-        expected = records.expected(generation) or expected or self.settings.max_nodes
-        most = min(self.settings.max_nodes, expected)
+        expected = records.expected(generation) or expected
+        most = min(self.settings.max_nodes, expected or self.settings.max_nodes)
+        # A world that ended to let a machine in must not form without it because that is slow.
+        last_call = max(LAST_CALL_SECONDS, self.settings.node_timeout if expected else 0.0)
         handler = DynamicRendezvousHandler.from_backend(
             run_id=records.rendezvous_id(generation),
             store=store,
@@ -164,7 +166,7 @@ class Joiner:
             local_addr=self.id,
             timeout=RendezvousTimeout(
                 join=timedelta(seconds=max(1.0, self.deadline - time.monotonic())),
-                last_call=timedelta(seconds=LAST_CALL_SECONDS),
+                last_call=timedelta(seconds=last_call),
             ),
             keep_alive_interval=_KEEP_ALIVE_SECONDS,
             keep_alive_max_attempt=_KEEP_ALIVE_ATTEMPTS,

@@ -7,8 +7,8 @@ launcher of node 0 serves the store of the round, and all send heartbeats (``nod
 
 The timeouts follow from the config. A machine that stops or is cut off is lost after
 ``launch.node_timeout``. A world forms as soon as all expected machines are there, at the latest
-``LAST_CALL_SECONDS`` (``joining.py``) after the minimum is; a launcher waits for that up to
-``launch.rejoin_timeout``.
+``launch.node_timeout`` after the minimum is, or ``LAST_CALL_SECONDS`` (``joining.py``) where nobody
+knows who else comes; a launcher waits for that up to ``launch.rejoin_timeout``.
 
 Imports torch at the top, so it is itself imported only when a rendezvous is about to start.
 """

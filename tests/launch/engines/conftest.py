@@ -1,0 +1,8 @@
+"""The cases of the launchers' tests are those of the engines' as well."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
