@@ -87,6 +87,7 @@ def test_requeued_while_it_gets_further(tmp_path: Path) -> None:
     save(5)
     assert why_not(tmp_path, 1, None) is None
     assert "nothing was saved" in str(why_not(tmp_path, 2, None))
+    assert why_not(tmp_path, 2, None, preempted=True) is None
     save(6)
     assert "launch.max_preemptions is 2" in str(why_not(tmp_path, 2, 2))
     assert why_not(tmp_path, 2, 3) is None

@@ -140,8 +140,9 @@ class SlurmEngine(LaunchEngine):
         grace = float(submission.details.get("grace", "15"))
         if running and grace > _kill_wait():
             # SLURM would kill the run before it has saved.
-            for state in running:
-                run_command(["scancel", *where, "--signal=TERM", state.job])
+            for state in running:  # the script first: it is not to requeue the job
+                for whom in (["--batch"], []):
+                    run_command(["scancel", *where, *whom, "--signal=TERM", state.job])
             _wait_until_over(submission, grace)
         run_command(["scancel", *where, submission.job])
         if running:
