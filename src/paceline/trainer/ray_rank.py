@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import runpy
 import sys
@@ -32,6 +33,7 @@ def run(told: dict[str, Any]) -> str:
     from ray.train.collective import broadcast_from_rank_zero
 
     orders = RankOrders(**told)
+    _quiet_ray_train()
     _go_to(orders)
     _check_sees(orders)
     run = RunFolder(Path(orders.run))
@@ -59,6 +61,13 @@ def run(told: dict[str, Any]) -> str:
             raise
         leave()
     return ended
+
+
+def _quiet_ray_train() -> None:
+    """Keep Ray Train from telling of every report; some of its loggers are named by their file."""
+    for name in list(logging.root.manager.loggerDict):
+        if name == "ray.train" or "/ray/train/" in name:
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _go_to(orders: RankOrders) -> None:

@@ -18,7 +18,7 @@ from paceline.events import RanksStarted, StepDone
 from paceline.testing.hosts import Hosts, hosts_available
 
 PATIENCE = 300.0
-STEPS = 12
+STEPS = 60
 CONFIG = f"""
 name: sums
 model: {{target: "torch.nn:Linear", args: {{in_features: 8, out_features: 1}}}}

@@ -55,11 +55,12 @@ import json, sys
 import ray, ray.train, torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from node_sums import Sums
 import paceline
 from paceline.ray import RayReport
 
 def train_loop(config):
+    from node_sums import Sums
+
     world = paceline.World.init()
     model = torch.nn.Linear(8, 1)
     trainer = paceline.Trainer(
@@ -72,7 +73,6 @@ def train_loop(config):
         callbacks=[RayReport()],
     )
     trainer.fit(Sums(), Sums(), steps=4)
-    told = world.everyone
     return [world.size, world.nodes, world.backend]
 
 ray.init(address=sys.argv[1], runtime_env={"env_vars": {"PYTHONPATH": sys.argv[2]}})

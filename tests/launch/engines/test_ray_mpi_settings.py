@@ -199,3 +199,23 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'paceline[ray]'" in problems("ray", "launch.nproc=2")
+
+
+def test_trainer_from_python(tmp_path: Path) -> None:
+    """It is Ray's own, with what the config says; nothing is started before ``fit``."""
+    pytest.importorskip("ray")
+    import paceline.ray
+
+    run = tmp_path / "runs" / "first"
+    sets = ["launch.max_restarts=2", "launch.ray.cpus_per_worker=0.5", "launch.env={A: b}"]
+    trainer = paceline.ray.trainer(run_dir=run, num_workers=3, overrides=sets)
+    assert trainer.scaling_config.num_workers == 3
+    assert trainer.scaling_config.resources_per_worker == {"CPU": 0.5}
+    assert trainer.run_config.storage_path == str(run.parent)
+    assert trainer.run_config.name == "first"
+    assert trainer.run_config.failure_config.max_failures == 2
+    assert trainer.run_config.worker_runtime_env["env_vars"]["A"] == "b"
+    saved = load(run / "config.yaml")
+    assert (saved.launch.nproc, saved.layout) == (3, "dp=3")
+    again = paceline.ray.trainer(run_dir=run, num_workers=2, overrides=["layout=dp=2"])
+    assert again.train_loop_config["run"] == str(run)

@@ -8,11 +8,14 @@ when one fails.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shlex
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 
 from paceline.config import Config
@@ -21,6 +24,7 @@ from paceline.errors import ConfigError
 from paceline.launch.engines.base import ClusterJob, LaunchEngine
 from paceline.launch.engines.local import newest_log, show_log
 from paceline.launch.engines.mpi_command import find_mpi, host_command
+from paceline.launch.engines.mpi_host import die_with_parent
 from paceline.launch.engines.submission import Submission
 from paceline.launch.environment import SECRET, SECRET_FILE
 from paceline.launch.hosts import HostSlots, common_slots, parse_hosts, read_hostfile
@@ -30,7 +34,7 @@ from paceline.launch.signals import LauncherSignals
 
 _POLL_SECONDS = 0.1
 _MORE_THAN_GRACE = 10.0
-"""Seconds that mpirun waits longer than the launchers do, before it kills them."""
+"""Seconds after that of the ranks, until mpirun is ended; and those that it has for it."""
 
 
 class MpiEngine(LaunchEngine):
@@ -93,8 +97,9 @@ class MpiEngine(LaunchEngine):
     def start(self, job: ClusterJob) -> int:
         """Run it to its end."""
         mpi = find_mpi(job.config.launch.mpi.mpirun)
-        environment = {**os.environ, **mpi.environment(job.config.launch.grace + _MORE_THAN_GRACE)}
-        environment.pop(SECRET_FILE, None)
+        environment = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
+        if not sys.stdout.isatty():
+            environment["TERM"] = "dumb"  # Open MPI gives every process a terminal
         if job.nodes[1] > 1:
             found = find_secret(job.config.launch.secret)
             value = secrets.token_urlsafe(32) if found is None else found.value.decode()
@@ -112,9 +117,10 @@ class MpiEngine(LaunchEngine):
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is passed on by us, once
+                preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
             )
             try:
-                return _follow(process, signals, job.config.launch.grace)
+                return _follow(process, signals, mpi.leave, job.config.launch.grace)
             finally:
                 _end(process)
 
@@ -149,9 +155,14 @@ class MpiEngine(LaunchEngine):
         return f"process {pid} was told to save and leave (SIGTERM)"
 
 
-def _follow(process: subprocess.Popen[bytes], signals: LauncherSignals, grace: float) -> int:
+def _follow(
+    process: subprocess.Popen[bytes],
+    signals: LauncherSignals,
+    leave: signal.Signals,
+    grace: float,
+) -> int:
     """Wait for mpirun, and pass signals on to it."""
-    asked = False
+    asked, deadline = False, 0.0
     while process.poll() is None:
         if signals.first is not None and not asked:
             asked = True
@@ -159,8 +170,9 @@ def _follow(process: subprocess.Popen[bytes], signals: LauncherSignals, grace: f
                 f"stopping ({signals.first.name}): the ranks have {grace:g} s to save and leave; "
                 "a second signal kills them at once."
             )
-            process.send_signal(signal.SIGTERM)
-        if signals.insisted:
+            process.send_signal(leave)
+            deadline = time.monotonic() + grace + _MORE_THAN_GRACE
+        if signals.insisted or (asked and time.monotonic() > deadline):
             break
         if signals.take_save():
             process.send_signal(signal.SIGUSR1)
@@ -249,6 +261,6 @@ def _bracketed(name: str) -> str:
 def _passed_on() -> list[str]:
     """The variables that the launchers on other hosts get of this process's own."""
     begin = ("NCCL_", "GLOO_", "OMP_", "TORCH_", "PACELINE_")
-    named = (SECRET, "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PATH")
+    named = (SECRET, "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PATH", "TERM")
     found = [name for name in os.environ if name.startswith(begin) or name in named]
-    return sorted({*found, SECRET} - {SECRET_FILE})
+    return sorted({*found, SECRET, "TERM"} - {SECRET_FILE})

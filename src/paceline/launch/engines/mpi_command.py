@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,15 @@ class Mpi:
     program: str
     dialect: Dialect
 
+    @property
+    def leave(self) -> signal.Signals:
+        """What mpirun passes on at once, for all hosts to save and leave.
+
+        A SIGTERM to that of Open MPI comes a second later, and SIGKILL after another one. That of
+        MPICH passes on SIGTERM, and dies of SIGUSR2.
+        """
+        return signal.SIGUSR2 if self.dialect == "openmpi" else signal.SIGTERM
+
     def words(
         self, hosts: Sequence[str], count: int, folder: str, variables: Sequence[str]
     ) -> list[str]:
@@ -53,16 +63,6 @@ class Mpi:
         unpinned = ["-genv", "I_MPI_PIN", "0"] if self.dialect == "intel" else ["-bind-to", "none"]
         placed = ["-n", str(count), "-ppn", "1", *unpinned]
         return [self.program, "-genvall", *named, *placed, "-wdir", folder]
-
-    def environment(self, grace: float) -> dict[str, str]:
-        """Variables for mpirun itself: it gives processes ``grace`` seconds between SIGTERM and
-        SIGKILL, for which they have one second otherwise.
-        """
-        if self.dialect != "openmpi":
-            return {}
-        seconds = str(int(grace) + 1)
-        name = "odls_base_sigkill_timeout"
-        return {f"OMPI_MCA_{name}": seconds, f"PRTE_MCA_{name}": seconds}
 
 
 @functools.cache

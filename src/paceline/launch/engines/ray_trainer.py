@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray.train
-from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -52,7 +52,6 @@ def torch_trainer(
                 max_preemption_failures=-1 if preemptions is None else preemptions,
             ),
             worker_runtime_env=environment,
-            logging_config=LoggingConfig(log_level="WARNING"),  # it would tell of every report
         ),
     )
 
