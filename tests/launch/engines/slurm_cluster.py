@@ -127,6 +127,9 @@ class SlurmCluster:
         """Start slurmctld again, and wait until it has heard of its nodes."""
         self._start_controller()
         self._wait_until_idle()
+        pid = self._daemons["slurmctld"].pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            leaks.serves_the_session(int(child))  # slurmscriptd
 
     def stop_controller(self) -> None:
         """End slurmctld; the nodes go on without it."""
