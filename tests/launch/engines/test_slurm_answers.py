@@ -121,3 +121,18 @@ def test_launchers_of_a_step_find_each_other() -> None:
         launchers_of_step(COMMAND, {**one_each, "SLURM_STEP_NUM_TASKS": "4"})
     with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS='' is no number"):
         launchers_of_step(COMMAND, STEP)
+
+
+def test_a_record_does_not_have_another_job_cancelled(
+    command: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    """The folder of a run may come from anybody; what it names must be the run's own job."""
+    command("scancel", "touch cancelled; exit 1")
+    submission = Submission("slurm", "7", tmp_path / "run")
+    command("scontrol", f"echo '{PENDING} StdOut=/home/me/other/slurm-7.out'")
+    with pytest.raises(ConfigError, match=r"so it is not this run's. If it is to end: scancel 7"):
+        SlurmEngine().cancel(submission)
+    command("scontrol", f"echo '{PENDING} StdOut={tmp_path}/run/submission/slurm-7.out'")
+    command("scancel", "exit 0")
+    said = SlurmEngine().cancel(submission)
+    assert said == "job 7 is cancelled; it was PENDING"
