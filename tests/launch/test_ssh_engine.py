@@ -169,6 +169,7 @@ def _start(
             "command": [sys.executable, "-S", "-c", code],
             "secret": "s" * 40,
             "linger": linger,
+            "patience": linger,
             "grace": 1,
         }
     )
@@ -250,6 +251,10 @@ def test_the_other_end(tmp_path: Path) -> None:
     answer = session.answer(60)
     assert answer["exit"] == 143
     assert "nothing was heard for 0.5 s" in answer["why"]
+    # Nor does what answers for it stay.
+    assert session._process.wait(60) == 0
+    session.close()
+    session = _session(tmp_path)
     session.ask(
         {"do": "clean", "paths": [f"{folder}/host0-{n}" for n in range(4)], "folder": folder}
     )

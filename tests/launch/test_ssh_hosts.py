@@ -86,7 +86,7 @@ def test_a_host_is_killed_and_comes_back_and_ctrl_c_ends_all(there: SshHosts, un
     run.reaches(max(run.losses()) + 2)
     run.process.send_signal(signal.SIGINT)
     assert run.ends() == 130, run.text
-    wait_for(lambda: there.left() == [], f"everything to end: {there.left()}", 30)
+    wait_for(lambda: there.left() == [], "everything to end", 30)
     losses = run.losses()
     same_losses(losses, {step: undisturbed[step] for step in losses})
     assert there.secrets() == []
@@ -100,7 +100,7 @@ def test_ctrl_c_while_a_link_is_down(there: SshHosts) -> None:
     assert run.ends() == 130, run.text
     assert "node1" in run.text.partition("ending the run on all hosts")[2]
     # Nobody can tell the host: it ends by itself, while its link is still down.
-    wait_for(lambda: there.left_but_sshd() == [], f"all to end: {there.left_but_sshd()}", 90)
+    wait_for(lambda: there.left_but_sshd() == [], "all to end", 90)
 
 
 def test_the_command_is_killed(there: SshHosts) -> None:
@@ -113,7 +113,7 @@ def test_the_command_is_killed(there: SshHosts) -> None:
     wait_for(lambda: "node0 | it waits" in run.text, f"the script\n{run.text}")
     run.process.kill()
     run.process.wait()
-    wait_for(lambda: there.left_but_sshd() == [], f"all to end: {there.left_but_sshd()}", 60)
+    wait_for(lambda: there.left_but_sshd() == [], "all to end", 60)
 
 
 def test_code_is_copied_where_nothing_is_shared(there: SshHosts) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -64,6 +66,7 @@ def run_inference(
     import dataclasses
 
     from paceline.config import dump, with_code
+    from paceline.errors import RankFailed
     from paceline.launch.run_folder import open_run
     from paceline.trainer.run_inference import read_outcome
 
@@ -75,10 +78,15 @@ def run_inference(
     }
     config = with_code(_config_of(folder, data, flags, list(overrides or [])))
     asked = dataclasses.replace(request, data="train" if data == "train" else "val")
-    with tempfile.TemporaryDirectory(prefix="paceline-inference-") as place:
-        there = Path(place)
+    with contextlib.ExitStack() as stack:
+        there = Path(tempfile.mkdtemp(prefix="paceline-inference-"))
+        stack.callback(shutil.rmtree, there, ignore_errors=True)
         (there / "config.yaml").write_text(dump(config), encoding="utf-8")
-        _launch(config, folder, there, asked.write(there), quiet=quiet)
+        try:
+            _launch(config, folder, there, asked.write(there), quiet=quiet)
+        except RankFailed:
+            stack.pop_all()  # the error names a log in it
+            raise
         return read_outcome(there)
 
 

@@ -107,7 +107,8 @@ def status(
     control, submission = control_of(run)
     said = control.status(submission)
     listed = look_at(Path(run))
-    if submission.engine != "local" and not (Path(run) / "config.yaml").exists():
+    begun = any((Path(run) / name).exists() for name in ("config.yaml", "logs"))
+    if submission.engine != "local" and not begun:
         listed = dataclasses.replace(listed, state="submitted")  # no launcher was there so far
     if as_json:
         engine = {"engine": submission.engine, "job": submission.job, "says": said}

@@ -106,10 +106,10 @@ class SlurmCluster:
         try:
             self._start("munged", "--foreground", "--force", *self._munge_files())
             wait_for((self.folder / "munge.socket").exists, "munged")
-            self.start_controller()
+            self._start_controller()
             for node in ("n1", "n2"):
                 self.start_node(node)
-            wait_for(lambda: self.command("sinfo", "-h", "-o", "%D %t") == "2 idle", "idle nodes")
+            self._wait_until_idle()
         except BaseException:
             self.__exit__()
             raise
@@ -124,8 +124,12 @@ class SlurmCluster:
         wait_for(lambda: not self._end_rest(), "processes of the cluster to end")
 
     def start_controller(self) -> None:
-        """Start slurmctld."""
-        self._start("slurmctld", "-D", "-f", str(self.conf), "-i", name="slurmctld")
+        """Start slurmctld again, and wait until it has heard of its nodes."""
+        self._start_controller()
+        self._wait_until_idle()
+        pid = self._daemons["slurmctld"].pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            leaks.serves_the_session(int(child))  # slurmscriptd
 
     def stop_controller(self) -> None:
         """End slurmctld; the nodes go on without it."""
@@ -185,6 +189,13 @@ class SlurmCluster:
         hours, minutes, _ = self.job(job)["RunTime"].split(":")
         limit = int(hours) * 60 + int(minutes) + 1
         self.command("scontrol", "update", f"jobid={job}", f"TimeLimit={limit}")
+
+    def _start_controller(self) -> None:
+        self._start("slurmctld", "-D", "-f", str(self.conf), "-i", name="slurmctld")
+
+    def _wait_until_idle(self) -> None:
+        shown = ("sinfo", "-h", "-o", "%D %t")
+        wait_for(lambda: self.command(*shown, check=False) == "2 idle", "idle nodes")
 
     def _start(self, program: str, *arguments: str, name: str = "") -> None:
         path = _program(program)

@@ -218,9 +218,10 @@ def test_what_sbatch_refuses(project: Project, tmp_path: Path) -> None:
     assert "sbatch: error: invalid partition specified: nowhere" in wrong.stderr
     assert "name one with launch.slurm.partition" in wrong.stderr
     assert not (project.folder / "refused").exists()
-    many = project.paceline(*train, "--set", "launch.slurm.cpus_per_node=4000")
-    assert many.returncode == 1
-    assert "compare launch.slurm.gpus_per_node" in many.stderr
+    feature = project.paceline(*train, "--set", "launch.slurm.constraint=a9000")
+    assert feature.returncode == 1
+    assert "Invalid feature specification" in feature.stderr
+    assert "see launch.slurm.constraint" in feature.stderr
     unknown = project.paceline(*train, "--set", 'launch.slurm.extra=["--no-such-thing=1"]')
     assert unknown.returncode == 1
     assert "no-such-thing" in unknown.stderr
@@ -247,10 +248,12 @@ def test_hostile_values_reach_the_job_unharmed(project: Project) -> None:
 
 
 def test_without_a_controller(project: Project) -> None:
-    """Nobody waits for ever, and the error says who is not there. The last test: it ends SLURM."""
+    """Nobody waits for ever, and the error says who is not there."""
     project.cluster.stop_controller()
-    train = ["train", "sums.yaml", "--on", "slurm", "--run-dir", "unanswered"]
-    done = project.paceline(*train)
+    try:
+        done = project.paceline("train", "sums.yaml", "--on", "slurm", "--run-dir", "unanswered")
+    finally:
+        project.cluster.start_controller()
     assert done.returncode == 1
     assert "scontrol ping" in done.stderr
     assert not (project.folder / "unanswered").exists()

@@ -87,6 +87,7 @@ def test_requeued_while_it_gets_further(tmp_path: Path) -> None:
     save(5)
     assert why_not(tmp_path, 1, None) is None
     assert "nothing was saved" in str(why_not(tmp_path, 2, None))
+    assert why_not(tmp_path, 2, None, preempted=True) is None
     save(6)
     assert "launch.max_preemptions is 2" in str(why_not(tmp_path, 2, 2))
     assert why_not(tmp_path, 2, 3) is None
@@ -120,3 +121,18 @@ def test_launchers_of_a_step_find_each_other() -> None:
         launchers_of_step(COMMAND, {**one_each, "SLURM_STEP_NUM_TASKS": "4"})
     with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS='' is no number"):
         launchers_of_step(COMMAND, STEP)
+
+
+def test_a_record_does_not_have_another_job_cancelled(
+    command: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    """The folder of a run may come from anybody; what it names must be the run's own job."""
+    command("scancel", "touch cancelled; exit 1")
+    submission = Submission("slurm", "7", tmp_path / "run")
+    command("scontrol", f"echo '{PENDING} StdOut=/home/me/other/slurm-7.out'")
+    with pytest.raises(ConfigError, match=r"so it is not this run's. If it is to end: scancel 7"):
+        SlurmEngine().cancel(submission)
+    command("scontrol", f"echo '{PENDING} StdOut={tmp_path}/run/submission/slurm-7.out'")
+    command("scancel", "exit 0")
+    said = SlurmEngine().cancel(submission)
+    assert said == "job 7 is cancelled; it was PENDING"

@@ -164,6 +164,59 @@ def test_gpus_of_a_kind_are_counted() -> None:
     ]
 
 
+FAKES = {
+    # The first srun starts the launchers; another asks whether all nodes answer.
+    "srun": """
+        case "$*" in *--overlap*) test "$CASE" != node_lost; exit;; esac
+        case "$CASE" in
+            finished) exit 0;;
+            failed) exit 1;;
+            node_lost) exit 9;;
+            preempted) exit 143;;
+            limit | no_progress) kill -USR1 $PPID; while [ ! -e told ]; do /bin/sleep 0.02; done;;
+            cancelled) kill -TERM $PPID; /bin/sleep 0.2;;
+        esac
+        exit 143""",
+    "scancel": 'echo "scancel $*" >> said; touch told',
+    "scontrol": 'echo "scontrol $*" >> said',
+    "sleep": "exit 0",
+    "asked": 'echo "asked $*" >> said; test "$CASE" != no_progress',
+}
+ASKED, REQUEUED = (
+    "asked -m paceline.launch.engines.slurm_requeue /runs/run-1\n",
+    "scontrol requeue 7\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "said"),
+    [
+        ("finished", 0, ""),
+        ("failed", 1, ""),
+        ("node_lost", 9, REQUEUED),
+        ("preempted", 143, ASKED.replace("\n", " --preempted\n") + REQUEUED),
+        ("limit", 143, f"scancel --signal=TERM 7\n{ASKED}{REQUEUED}"),
+        ("no_progress", 143, f"scancel --signal=TERM 7\n{ASKED}"),
+        ("cancelled", 143, ""),
+    ],
+)
+def test_what_follows_the_launchers(case: str, status: int, said: str, tmp_path: Path) -> None:
+    """The script itself, with stand-ins for SLURM's commands."""
+    for name, does in FAKES.items():
+        file = tmp_path / name
+        file.write_text(f"#!/bin/bash\n{does}\n")
+        file.chmod(0o755)
+    made = job("launch.slurm.python=asked")
+    script = script_of(ClusterJob(**{**vars(made), "folder": tmp_path}))
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CASE": case, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-c", script], env={**env, "SLURM_JOB_NUM_NODES": "1"}, capture_output=True
+    )
+    assert done.returncode == status, done.stderr
+    heard = tmp_path / "said"
+    assert (heard.read_text() if heard.exists() else "") == said
+
+
 def test_hostile_fields_are_refused_or_stay_in_their_line() -> None:
     chance = random.Random(1)
     taken = 0

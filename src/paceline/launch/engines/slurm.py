@@ -8,6 +8,7 @@ on; so it does after a lost node. A run that failed stays failed.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from pathlib import Path
@@ -135,13 +136,15 @@ class SlurmEngine(LaunchEngine):
             if not tell_step(submission.job, submission.details["step"], "TERM"):
                 raise ConfigError(f"{submission.run}: the run is over, its job goes on.")
             return f"the run saves and leaves (SIGTERM); job {submission.job} goes on"
+        _refuse_other_job(submission, found)
         where = _where(submission)
         running = [state for state in found if state.state == "RUNNING"]
         grace = float(submission.details.get("grace", "15"))
         if running and grace > _kill_wait():
             # SLURM would kill the run before it has saved.
-            for state in running:
-                run_command(["scancel", *where, "--signal=TERM", state.job])
+            for state in running:  # the script first: it is not to requeue the job
+                for whom in (["--batch"], []):
+                    run_command(["scancel", *where, *whom, "--signal=TERM", state.job])
             _wait_until_over(submission, grace)
         run_command(["scancel", *where, submission.job])
         if running:
@@ -228,6 +231,21 @@ def _states(submission: Submission) -> list[JobState]:
 
 def _goes_on(submission: Submission) -> bool:
     return any(not state.is_over for state in _states(submission))
+
+
+def _refuse_other_job(submission: Submission, found: list[JobState]) -> None:
+    """The number is what the run's folder says, which may come from anybody: the job is asked."""
+    folder = os.path.realpath(submission.run / SUBMISSION)
+    for state in found:
+        # SLURM's own text ends a value at a space, where the folder's name may go on.
+        output = os.path.realpath(state.details.get("StdOut", os.devnull))
+        if not (
+            output.startswith(f"{folder}{os.sep}") or (" " in folder and folder.startswith(output))
+        ):
+            raise ConfigError(
+                f"{submission.run}: job {state.job} writes to {output}, so it is not this run's. "
+                f"If it is to end: scancel {state.job}"
+            )
 
 
 def _wait_until_over(submission: Submission, seconds: float) -> None:

@@ -21,6 +21,8 @@ _OVER = (
 _HINTS = {
     "partition": "sinfo lists the partitions; name one with launch.slurm.partition",
     "account": "name one of yours with launch.slurm.account",
+    "feature": "sinfo -o '%N %f' shows what the nodes have; see launch.slurm.constraint",
+    "gres": "sinfo -o '%N %G' shows the GPUs of the nodes; see launch.slurm.gpus_per_node and gres",
     "qos": "name another with launch.slurm.qos",
     "time limit": "see launch.slurm.time; sinfo -o '%P %l' shows the longest of each partition",
     "node configuration is not available": "no node has what is asked for: compare "

@@ -1,8 +1,8 @@
-"""Whether a run that left before its time limit goes back into SLURM's queue: asked by its script.
+"""Whether a run that was told to leave goes back into SLURM's queue: asked by its batch script.
 
-``python -m paceline.launch.engines.slurm_requeue RUN [MOST]`` exits with 0 if it does. It does not
-where nothing was saved since it was asked last, as the next time would end the same way; nor after
-``MOST`` times (``launch.max_preemptions``).
+``python -m paceline.launch.engines.slurm_requeue RUN [MOST] [--preempted]`` exits with 0 if it
+does. It does not after ``MOST`` times (``launch.max_preemptions``); nor, at a time limit, where
+nothing was saved since the last one, as the next time would end the same way.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ _FILE = "requeued-at-step"
 _LONGEST_NUMBER = 32
 
 
-def why_not(run: Path, requeued: int, most: int | None) -> str | None:
+def why_not(run: Path, requeued: int, most: int | None, *, preempted: bool = False) -> str | None:
     """Why the run in ``run``, requeued so often before, is not requeued; ``None``: it is."""
     if most is not None and requeued >= most:
         return f"it was requeued {requeued} times, and launch.max_preemptions is {most}"
+    if preempted:  # it may have had no time for anything
+        return None
     step = last_saved(run)
     if step is None:  # a script's run has no events: what it saves is its own affair
         return None if not (run / "config.yaml").exists() else _nothing_new(run, -1)
@@ -49,7 +51,7 @@ def _nothing_new(run: Path, step: int) -> str | None:
         before = None
     if before is not None and step <= before:
         return (
-            "nothing was saved since it was requeued last. Give it more time (launch.slurm.time), "
+            "nothing was saved since the last time limit. Give it more time (launch.slurm.time), "
             "or more to save in (launch.slurm.save_before, launch.grace)"
         )
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,10 +61,11 @@ def _nothing_new(run: Path, step: int) -> str | None:
 
 def main(arguments: list[str]) -> int:
     """Decide, and say so."""
-    run, *most = arguments
+    preempted = "--preempted" in arguments
+    run, *most = (word for word in arguments if word != "--preempted")
     restarts = os.environ.get("SLURM_RESTART_COUNT", "")
     requeued = int(restarts) if restarts.isdecimal() else 0
-    reason = why_not(Path(run), requeued, int(most[0]) if most else None)
+    reason = why_not(Path(run), requeued, int(most[0]) if most else None, preempted=preempted)
     if reason is not None:
         print(f"paceline: the run is not requeued: {reason}.", file=sys.stderr, flush=True)
         return 1

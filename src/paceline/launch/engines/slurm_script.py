@@ -216,9 +216,13 @@ while [ -z "$status" ]; do
 done
 [ "$status" -eq 0 ] && exit 0
 [ -n "$requeue" ] || exit "$status"
-if [ -n "$leaving" ] && "$python" -m paceline.launch.engines.slurm_requeue "$run" $most; then
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
-elif [ -z "$leaving" ] && ! timeout 30 srun --overlap --ntasks-per-node=1 \\
+if [ -n "$leaving" ] || [ "$status" -eq 143 ]; then
+    # They were told to leave: by this script; or by SLURM, which preempts the job, or cancels it
+    # and tells this script as well.
+    [ -n "$leaving" ] || { most="$most --preempted"; sleep 3; }
+    [ -n "$requeue" ] && "$python" -m paceline.launch.engines.slurm_requeue "$run" $most &&
+        scontrol requeue "$SLURM_JOB_ID" && sleep 60
+elif ! timeout 30 srun --overlap --ntasks-per-node=1 \\
         --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" true 2> /dev/null; then
     say "a node does not answer: SLURM is given time to notice it and to requeue the job"
     for _ in {1..60}; do sleep 10; done

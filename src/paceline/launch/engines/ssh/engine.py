@@ -15,6 +15,7 @@ import sys
 import tarfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +36,7 @@ from paceline.launch.secret import find_secret
 from paceline.untrusted import open_to_append, printable, write_private
 
 _OUTPUT = "output.log"
+_MOST_AT_ONCE = 64
 
 
 class SshEngine(LaunchEngine):
@@ -243,8 +245,8 @@ def _follow(
             _bring_back(followers, job.run, console)
         if all(follower.ended and follower.was_reached for follower in followers):
             record.forget()
-        for follower in followers:
-            follower.clean()
+        with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(followers))) as pool:
+            list(pool.map(HostFollower.clean, followers))
         return status
     finally:
         for follower in followers:
@@ -253,7 +255,13 @@ def _follow(
 
 def _bring_back(followers: list[HostFollower], run: Path, console: _Console) -> None:
     """Bring the run's config, events and logs from the host that was node 0 at last."""
-    found = [(answer, f.host) for f in followers if (answer := f.collect()) is not None]
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(followers))) as pool:
+        answers = list(pool.map(HostFollower.collect, followers))
+    found = [
+        (answer, follower.host)
+        for answer, follower in zip(answers, followers, strict=True)
+        if answer is not None
+    ]
     if not found:
         return
     answer, host = max(found, key=lambda one: float(one[0]["written"]))

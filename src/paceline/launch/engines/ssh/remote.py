@@ -277,10 +277,10 @@ def take_order(control: str, seconds: float) -> None:
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             if is_cut_off():
-                sys.exit(0)
+                os._exit(0)
             time.sleep(POLL_SECONDS)
         add_order(control, "term")
-        sys.exit(0)
+        os._exit(0)
     if request["do"] == "beat":
         beat(control)
         reply({"alive": True})
@@ -471,7 +471,16 @@ def main() -> None:
     global token
     token = json.loads(sys.stdin.buffer.readline())["token"]
     threading.Thread(target=read_requests, daemon=True).start()
-    while (request := requests.get()) is not None:
+    patience = None
+    while True:
+        try:
+            request = requests.get(timeout=patience)
+        except queue.Empty:
+            return  # the link is dead, and our side of it does not know
+        if request is None:
+            return
+        # Whoever started a launcher sends a sign of life every few seconds.
+        patience = request.get("patience", patience)
         if request["do"] in ("beat", "order") and "control" not in request and "run" not in request:
             continue  # meant for a launcher that has just ended
         try:
@@ -488,3 +497,4 @@ if __name__ == "__main__":
     if importlib.util.find_spec("fcntl") is None or sys.version_info < (3, 8):
         sys.exit("hosts need Linux or another Unix, and Python 3.8 or later")
     main()
+    os._exit(0)  # at once: a thread waits for input, which Python would abort over

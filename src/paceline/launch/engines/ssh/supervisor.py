@@ -22,6 +22,7 @@ _SILENT_SECONDS = 12.0
 _SECONDS_AFTER_GRACE = 25.0
 _SECONDS_TO_KILL = 5.0
 _SECONDS_AFTER_FINISH = 120.0
+_SECONDS_TO_CLEAN = 30.0
 _RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0, 15.0)
 _QUICK_SECONDS = 60.0
 _MOST_QUICK_DEATHS = 3
@@ -54,7 +55,13 @@ class LauncherOrder:
             "setup": self.setup,
             "linger": self.linger,
             "grace": self.grace,
+            "patience": self.patience,
         }
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the other end of a connection waits to hear of us."""
+        return self.linger + _SECONDS_TO_CLEAN
 
 
 class HostFollower:
@@ -168,7 +175,7 @@ class HostFollower:
         session.redirect(self._take_output)
         if self._control is not None:
             again = {"do": "follow", "control": self._control, "offset": self._offset}
-            session.tell(again)
+            session.tell({**again, "patience": self._order.patience})
         else:
             if self._start > self._first or not self.host.facts:
                 self._placement.deliver(self.host, session)
@@ -270,8 +277,7 @@ class Supervisor:
         if time.monotonic() - self._beaten_at > _BEAT_SECONDS:
             self._beaten_at = time.monotonic()
             for follower in self._followers:
-                if follower.is_running:
-                    follower.tell({"do": "beat"})
+                follower.tell({"do": "beat"})
 
     def _mind_signals(self, signals: LauncherSignals) -> None:
         if signals.first is not None and self._ending_since is None:
