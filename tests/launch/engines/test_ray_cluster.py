@@ -84,7 +84,8 @@ trainer = TorchTrainer(
     run_config=RunConfig(name="own", storage_path=folder),
 )
 result = trainer.fit()
-print(json.dumps([result.return_value, result.metrics, result.checkpoint.path]))
+with open(f"{folder}/own.json", "w") as file:
+    json.dump([result.return_value, result.metrics, result.checkpoint.path], file)
 """
 
 
@@ -284,7 +285,7 @@ def ones_own_trainer(cluster: RayCluster) -> None:
         timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    value, metrics, checkpoint = json.loads(done.stdout.strip().splitlines()[-1])
+    value, metrics, checkpoint = json.loads((cluster.folder / "own.json").read_text())
     assert value == [2, 2, "gloo"]
     assert metrics["step"] == 4
     assert "val_loss" in metrics
