@@ -52,7 +52,7 @@ def fit(layout: str, folder: Path, steps: int, *, resume: bool = False) -> list[
 
 def on_each_rank(folder: Path) -> dict[str, list[float]]:
     found = {}
-    for layout in ("dp=2", "dp=2,zero=3", "tp=2"):
+    for layout in ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2"):
         whole = fit(layout, folder / f"whole {layout}", 6)
         fit(layout, folder / layout, 3)
         found[layout] = fit(layout, folder / layout, 6, resume=True)
