@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
@@ -54,6 +55,9 @@ class Recorder(ABC):
             self._thread = threading.Thread(
                 target=self._work, name=f"paceline-{self.name}", daemon=True
             )
+            # What a library silences while the thread imports it, another thread may undo:
+            # Python's filters of warnings are not safe for threads. This one stays.
+            warnings.filterwarnings("ignore", message="SOCKS support in urllib3 requires")
             self._thread.start()
         self._queue.put(event)
 
