@@ -78,6 +78,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What commands keep in the user's own folder, tests keep in theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _warm_starts() -> Iterator[None]:
     """Python processes that tests start need not import torch each: see tests/warm."""
     if not sys.platform.startswith("linux"):

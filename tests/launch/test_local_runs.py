@@ -109,19 +109,39 @@ def test_a_number_in_the_lock_is_not_believed(tmp_path: Path) -> None:
     holder.communicate("", timeout=30)
 
 
-def test_the_record_of_a_run_that_was_handed_over(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("{}")
-    assert read_submission(tmp_path) is None
-    assert control_of(str(tmp_path))[1].engine == "local"
-    Submission("slurm", "17", tmp_path, {"cluster": "blue"}, 12.5).save()
-    assert read_submission(tmp_path) == Submission(
-        "slurm", "17", tmp_path, {"cluster": "blue"}, 12.5
-    )
-    file = tmp_path / "submission" / "submission.json"
+def test_the_record_of_a_run_that_was_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run's folder says is acted upon only where the user has handed it over himself."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("{}")
+    assert read_submission(run) is None
+    assert control_of(str(run))[1].engine == "local"
+    ours = Submission("slurm", "17", run, {"cluster": "blue"}, 12.5)
+    ours.save()
+    assert read_submission(run) == ours
+    assert type(control_of(str(run))[0]).__name__ == "SlurmEngine"
+
+    file = run / "submission" / "submission.json"
+    genuine = file.read_text()
+    for forged in (
+        genuine.replace('"17"', '"18"'),
+        genuine.replace("blue", "red"),
+        genuine.replace("slurm", "ray"),
+        genuine.replace("slurm", "os:system"),
+    ):
+        file.write_text(forged)
+        control, submission = control_of(str(run))
+        assert "by another user, or from another machine" in control.status(submission)
+        with pytest.raises(ConfigError, match="End it where it was started"):
+            control.cancel(submission)
+    moved = tmp_path / "moved"
+    run.rename(moved)
+    (moved / "submission" / "submission.json").write_text(genuine)
+    assert type(control_of(str(moved))[0]).__name__ == "StrangersRuns"
     for damaged in ("", "[]", "{}", '{"engine": 1, "job": "", "details": {}, "submitted": 0}', "{"):
-        file.write_text(damaged)
+        (moved / "submission" / "submission.json").write_text(damaged)
         with pytest.raises(ConfigError, match="is no record of a run that was handed over"):
-            control_of(str(tmp_path))
-    file.write_text('{"engine": "os:system", "job": "", "details": {}, "submitted": 0}')
-    with pytest.raises(ConfigError, match="there is no such engine; use local, ssh"):
-        control_of(str(tmp_path))
+            control_of(str(moved))

@@ -45,11 +45,13 @@ def engine_named(name: str) -> LaunchEngine:
 
 def control_of(run: str) -> tuple[RunControl, Submission]:
     """Who answers for the run in this folder, and by which name he knows it."""
-    from paceline.launch.engines.local import LocalRuns
+    from paceline.launch.engines.local import LocalRuns, StrangersRuns
 
     submission = read_submission(run)
     if submission is None:
         return LocalRuns(), LocalRuns.submission_of(run)
+    if submission.engine not in _ENGINES or not submission.is_own():
+        return StrangersRuns(), submission
     return engine_named(submission.engine), submission
 
 

@@ -57,6 +57,26 @@ class LocalRuns(RunControl):
         return f"process {pid} was told to save and leave (SIGTERM)"
 
 
+class StrangersRuns(RunControl):
+    """Runs whose folder says that they were handed over, while nothing of it is known here."""
+
+    def status(self, submission: Submission) -> str:
+        """What the folder says."""
+        return f"job {submission.job} was handed over by another user, or from another machine"
+
+    def logs(self, submission: Submission, *, follow: bool) -> int:
+        """What rank 0 has written, where that lies in the folder."""
+        show_log(newest_log(submission.run, 0))
+        return 0
+
+    def cancel(self, submission: Submission) -> str:
+        """Nothing is ended because a folder says so."""
+        raise ConfigError(
+            f"{submission.run}: {self.status(submission)}. End it where it was started, or by "
+            f"{submission.engine} itself."
+        )
+
+
 def newest_log(run: Path, rank: int) -> Path:
     """The log that ``rank`` wrote last: that of the newest attempt, on whichever machine."""
     found = list((run / "logs").glob(f"**/rank{rank}.log"))

@@ -185,7 +185,8 @@ def _script(job: ClusterJob) -> str | None:
 
 def _restarts(job: ClusterJob) -> int:
     """A script may not be made to run twice: its restarts, unlike a config's, must be asked for."""
-    if _script(job) is not None and "--max-restarts" not in job.train:
+    asked = any(word.startswith("launch.max_restarts=") for word in job.train)
+    if _script(job) is not None and not asked:
         return 0
     return job.config.launch.max_restarts
 

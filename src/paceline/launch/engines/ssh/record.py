@@ -8,7 +8,6 @@ by which they are reached (some of which name commands), are therefore kept in
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from paceline.config.launch_engines import Ssh
 from paceline.errors import ConfigError
 from paceline.launch.engines.ssh.session import ConnectionLost, RemoteSession, ssh_command
+from paceline.launch.engines.submission import state_folder
 from paceline.launch.hosts import HostSlots
 from paceline.untrusted import parse_json, read_bytes, write_private
 
@@ -80,5 +80,4 @@ def ask_hosts(record: RunOfHosts, order: str | None = None) -> list[tuple[str, s
 
 
 def _path(run_id: str) -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(os.path.expanduser(state)) / "paceline" / "ssh" / f"{run_id}.json"
+    return state_folder("ssh") / f"{run_id}.json"
