@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     config.addinivalue_line("markers", "cold: Python processes of this test start from scratch.")
     config.addinivalue_line("markers", "waits: most of its time it waits. Such tests come first.")
+    config.addinivalue_line("markers", "cluster: it starts a real SLURM, Ray, sshd or mpirun.")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -72,9 +73,18 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait run one after the other in one worker, beside those that compute."""
-    items.sort(key=lambda item: item.get_closest_marker("waits") is None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that wait run one after the other in one worker, beside those that compute.
+
+    Those with a cluster do so in another worker: together they would take longer than all the rest.
+    Each worker is first given an equal part of the list, in its order.
+    """
+    clusters = [item for item in items if item.get_closest_marker("cluster")]
+    others = [item for item in items if not item.get_closest_marker("cluster")]
+    others.sort(key=lambda item: item.get_closest_marker("waits") is None)
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    begin = len(items) // workers  # of the second worker's part
+    items[:] = [*others[:begin], *clusters, *others[begin:]]
 
 
 @pytest.fixture(scope="session", autouse=True)

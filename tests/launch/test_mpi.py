@@ -67,6 +67,7 @@ shift
 exec sh -c "$*"
 """
 
+pytestmark = pytest.mark.cluster
 mpis = pytest.mark.parametrize(
     "mpi",
     [

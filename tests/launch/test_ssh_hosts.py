@@ -16,7 +16,7 @@ from paceline import events
 from paceline.events import RanksStarted
 
 pytestmark = [
-    pytest.mark.waits,
+    pytest.mark.cluster,
     pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
     pytest.mark.timeout(900),
 ]

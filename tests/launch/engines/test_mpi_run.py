@@ -45,7 +45,7 @@ os.execvp("nsenter", [*places[host], "sh", "-c", " ".join(command)])
 KINDS = [kind for kind in ("openmpi", "mpich") if shutil.which(f"mpirun.{kind}")]
 
 pytestmark = [
-    pytest.mark.waits,
+    pytest.mark.cluster,
     pytest.mark.skipif(not KINDS, reason="no mpirun here: install openmpi-bin or mpich"),
     pytest.mark.timeout(900),
 ]

@@ -24,7 +24,7 @@ from paceline.testing.hosts import Host, Hosts, hosts_available
 pytest.importorskip("ray")
 
 pytestmark = [
-    pytest.mark.waits,
+    pytest.mark.cluster,
     pytest.mark.cold,
     pytest.mark.skipif(hosts_available() is not None, reason=str(hosts_available())),
     pytest.mark.timeout(1500),

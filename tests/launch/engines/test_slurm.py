@@ -24,7 +24,7 @@ from paceline.config import load
 from paceline.events import CheckpointSaved, RanksStarted, StepDone
 
 pytestmark = [
-    pytest.mark.waits,
+    pytest.mark.cluster,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(slurm_cluster.missing()), reason="SLURM is not installed"),
 ]
