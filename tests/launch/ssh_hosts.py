@@ -211,7 +211,7 @@ class SshRun:
 
     def run_folder(self) -> Path:
         """The run's folder, once it is there."""
-        found = wait_for(lambda: list((self.folder / "runs").glob("*")), f"a run\n{self.text}")
+        found = wait_for(lambda: list((self.folder / "runs").glob("sums-*")), f"a run\n{self.text}")
         return found[0]
 
     def losses(self) -> dict[int, float]:
