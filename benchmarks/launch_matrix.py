@@ -23,10 +23,10 @@ ROOT = Path(__file__).parent.parent
 # The clusters are those of the tests.
 sys.path[:0] = [str(ROOT / "tests" / place) for place in ("", "launch", "launch/engines")]
 
+from ray_cluster import RayCluster  # noqa: E402
+from ray_cluster import environment as ray_environment  # noqa: E402
 from slurm_cluster import SlurmCluster  # noqa: E402
 from ssh_hosts import SshHosts  # noqa: E402
-from test_ray_cluster import RayCluster  # noqa: E402
-from test_ray_cluster import environment as ray_environment  # noqa: E402
 
 from paceline import events  # noqa: E402
 from paceline.events import RanksStarted, StepDone  # noqa: E402

@@ -77,9 +77,10 @@ def type_in(name: str, folder: Path) -> dict[str, str]:
 
 
 def results(printed: str) -> list[str]:
-    """What the script itself prints: without the trainer's lines, which have speeds and times."""
+    """What the script itself prints: without the trainer's lines, and without times."""
     lines = printed.partition("\n  run folder ")[0].splitlines()
-    return [line for line in lines if line and not OF_THE_TRAINER.search(line)]
+    own = [line for line in lines if line and not OF_THE_TRAINER.search(line)]
+    return [re.sub(r" \([\d.]+ m?s\)", "", line) for line in own]
 
 
 @pytest.mark.parametrize("name", NAMES)
