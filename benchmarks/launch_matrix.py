@@ -101,9 +101,7 @@ def verdict(run: Path, expected: list[tuple[int, float, float]]) -> str:
     found = numbers(run)
     started = [e for e in events.read(run / events.FILE_NAME) if isinstance(e, RanksStarted)]
     if found == expected:
-        # Ray has no launcher of ours that would name the machines.
-        machines = len(started[-1].nodes) if started else 0
-        return f"same ({plural(machines, 'machine')})" if machines else "same"
+        return f"same ({plural(len(started[-1].nodes), 'machine')})"
     wrong = next((a for a, b in zip(found, expected, strict=False) if a != b), "too few steps")
     return f"differs: {wrong}"
 

@@ -58,15 +58,19 @@ def test_a_run_is_asked_followed_and_ended(tmp_path: Path) -> None:
         assert "rank 1 is here" in out
         assert "WORD is two words" in out
 
-        follower = runs(cluster, "logs", run, "--follow")
-        assert follower.stdout is not None
-        assert "rank 0 is here" in follower.stdout.readline()
+        followers = [
+            runs(cluster, "logs", run, "--follow", *more) for more in ((), ("--rank", "1"))
+        ]
+        for rank, follower in enumerate(followers):
+            assert follower.stdout is not None
+            assert f"rank {rank} is here" in follower.stdout.readline()
         status, out, err = answer(cluster, "cancel", run)
         assert (status, err) == (0, "")
         assert out == f"process {launcher.process.pid} was told to save and leave (SIGTERM)\n"
         assert launcher.ends() == 128 + signal.SIGTERM
-        assert follower.wait(60) == 0, "the run it followed is over"
-        follower.communicate()
+        for follower in followers:
+            assert follower.wait(60) == 0, "the run it followed is over"
+            follower.communicate()
         wait_for(lambda: holder_of(cluster.run) is None, "the folder to be free")
 
         status, out, _ = answer(cluster, "status", run)

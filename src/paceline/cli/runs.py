@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from paceline.cli.screen import echo
 
+_COLUMNS = ("run", "state", "layout", "step", "loss", "age", "tags")
 STATES = ("running", "finished", "failed", "interrupted")
 
 
@@ -87,8 +88,7 @@ def list_runs(
         where = ", ".join(f"{folder.rstrip('/')}/" for folder in folders or ["runs"])
         echo(f"{which} in {where}", err=True)
         return
-    columns = ("run", "state", "layout", "step", "loss", "age", "tags")
-    show_table(columns, [run.row() for run in found])
+    show_table(_COLUMNS, [run.row() for run in found])
 
 
 @app.command()
@@ -114,8 +114,7 @@ def status(
         engine = {"engine": submission.engine, "job": submission.job, "says": said}
         show_json({**listed.to_json(), **engine})
         return
-    columns = ("run", "state", "layout", "step", "loss", "age", "tags")
-    show_table(columns, [listed.row()])
+    show_table(_COLUMNS, [listed.row()])
     echo(f"{submission.engine}: {said}")
 
 
@@ -130,16 +129,16 @@ def logs(
     ] = None,
 ) -> None:
     """Print a run's output: what its engine has of it, or one rank's log."""
+    from paceline.cli.run_list import look_at
     from paceline.launch.engines import control_of
     from paceline.launch.engines.local import newest_log, show_log
-    from paceline.launch.run_folder import open_run
 
-    if rank is not None and not follow:
-        show_log(newest_log(open_run(run).path, rank))
-        return
     control, submission = control_of(run)
     try:
-        raise typer.Exit(control.logs(submission, follow=follow))
+        if rank is None:
+            raise typer.Exit(control.logs(submission, follow=follow))
+        goes_on = (lambda: look_at(submission.run).state == "running") if follow else None
+        show_log(newest_log(submission.run, rank), follow=goes_on)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

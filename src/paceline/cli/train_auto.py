@@ -29,23 +29,23 @@ def config_to_go_on_with(request: TrainRequest, asked: Config, run: RunFolder) -
 
     ``asked`` is the config of the command, not yet resolved.
     """
-    stored = load(run.config)
-    _check_same(request, asked, stored, run)
+    stored = check_same(request, asked, run)
     now = resolve(asked)
     # The batch stays what it was, whatever number of ranks there is now.
     config = stored.model_copy(update={name: getattr(now, name) for name in _HOW_IT_IS_RUN})
     return None if is_finished(run, stored, config) else config
 
 
-def _check_same(request: TrainRequest, asked: Config, stored: Config, run: RunFolder) -> None:
-    """Refuse a command whose config is another than that of the run."""
+def check_same(request: TrainRequest, asked: Config, run: RunFolder) -> Config:
+    """The config of the run; refuses a command whose config is another."""
+    stored = load(run.config)
     ranks = {"nproc": stored.launch.nproc, "nnodes": stored.launch.nnodes}
     launch = asked.launch.model_copy(update=ranks)
     then = resolve(asked.model_copy(update={"launch": launch, "layout": stored.layout}))
     has, wants = _compared(stored), _compared(then)
     keys = sorted(key for key in {**has, **wants} if has.get(key) != wants.get(key))
     if not keys:
-        return
+        return stored
     listed = [f"{key}: {_text(has, key)} -> {_text(wants, key)}" for key in keys[:_MOST_KEYS]]
     more = [f"and {len(keys) - _MOST_KEYS} more"] if len(keys) > _MOST_KEYS else []
     folder = shlex.quote(str(request.run_dir))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.cli.console import say
+from paceline.cli.train_auto import check_same
 from paceline.cli.train_report import exit_status, resume_hint, say_done, say_stopped
 from paceline.cli.train_request import TrainRequest
 from paceline.config import Config
@@ -91,6 +92,8 @@ def _job(request: TrainRequest, config: Config) -> ClusterJob:
     if request.auto:
         assert request.run_dir is not None
         run = Path(request.run_dir)
+        if request.script is None and RunFolder(run).is_begun:
+            check_same(request, config, RunFolder(run))
     elif request.resume is not None:
         run = open_run(request.resume).path
     else:

@@ -34,6 +34,7 @@ class TrainRequest:
     auto: bool = False
     """Go on with the run in ``run_dir`` if there is one, else start it (``--resume auto``)."""
     _adjusted: dict[str, str] = field(default_factory=dict)
+    _engine: str | None = None
 
     @property
     def goes_back(self) -> str | None:
@@ -80,6 +81,11 @@ class TrainRequest:
 
     def engine(self) -> str:
         """What starts the ranks: ``--on``, else the config's ``launch.on``."""
+        if self._engine is None:  # a config may be a program, which is not run for every question
+            self._engine = self._find_engine()
+        return self._engine
+
+    def _find_engine(self) -> str:
         for text in reversed((*self.flags, *self.overrides)):
             key, _, value = text.partition("=")
             if key.strip() == "launch.on":

@@ -18,7 +18,7 @@ from paceline.config.launch_engines import ENGINES
 from paceline.errors import ConfigError, LaunchError
 from paceline.launch.engines import RunControl, Submission, control_of
 from paceline.launch.local import call, read_value, write_payload
-from paceline.launch.run_folder import SUBMISSION, stamped
+from paceline.launch.run_folder import SUBMISSION, new_run_at, stamped
 
 _CONFIGS = (".yaml", ".yml", ".json")
 _CALLS_FUNCTION = """\
@@ -155,8 +155,7 @@ def _what(what: Any, args: Sequence[Any], run: Path) -> list[str]:
             f"what to launch must be a function, the path of a script or a config, or a config; "
             f"got a {type(what).__name__}."
         )
-    if run.exists() and any(run.iterdir()):
-        raise ConfigError(f"run folder {str(run)!r} is not empty. Name a new folder by run_dir=.")
+    new_run_at(run)
     folder = run / SUBMISSION / ("call" if callable(what) else "")
     folder.mkdir(parents=True, exist_ok=True)
     if callable(what):

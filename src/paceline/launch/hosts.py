@@ -12,9 +12,11 @@ import dataclasses
 import ipaddress
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.config.running import Launch
+from paceline.errors import ConfigError
 from paceline.untrusted import read_text
 
 MOST_HOSTS = 4096
@@ -99,6 +101,39 @@ def read_hostfile(path: str | os.PathLike[str]) -> list[HostSlots]:
     hosts = list(found.values())
     _check_count(hosts)
     return hosts
+
+
+def hosts_of_section(key: str, hosts: Sequence[str], hostfile: str | None) -> list[HostSlots]:
+    """The hosts that a section of the config names, ``key`` being its name; none where it does not.
+
+    Raises ``ConfigError`` where it names them twice, or wrongly.
+    """
+    if hosts and hostfile is not None:
+        raise ConfigError(f"{key}.hosts and {key}.hostfile both name hosts; leave one of them out")
+    if hostfile is None and not hosts:
+        return []
+    try:
+        return (
+            parse_hosts(hosts) if hostfile is None else read_hostfile(os.path.expanduser(hostfile))
+        )
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError(f"{key}.hostfile={hostfile!r} cannot be read: {why}") from None
+    except ValueError as error:
+        where = f"{key}.hosts" if hostfile is None else f"{key}.hostfile={hostfile!r}"
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def implied_by(hosts: Sequence[HostSlots], launch: Launch) -> dict[str, str]:
+    """The number of machines and of their ranks, where hosts say it and the config does not."""
+    if not hosts:
+        return {}
+    implied = {}
+    if "nnodes" not in launch.model_fields_set:
+        implied["launch.nnodes"] = str(len(hosts))
+    if launch.nproc == "auto" and (slots := common_slots(hosts)) is not None:
+        implied["launch.nproc"] = str(slots)
+    return implied
 
 
 def common_slots(hosts: Iterable[HostSlots]) -> int | None:

@@ -34,7 +34,7 @@ from paceline.launch.environment import shared_variables
 from paceline.launch.job import LocalJob, to_stderr, to_stdout
 from paceline.launch.notices import NoticePipe
 from paceline.launch.restart_policy import RestartLimits
-from paceline.launch.signals import LauncherSignals, passed_on
+from paceline.launch.signals import LauncherSignals, passed_on, stopping
 
 if TYPE_CHECKING:
     from paceline.launch.agent import Agent
@@ -213,10 +213,7 @@ class _Launch:
                 self.relay.follow(self.rank_logs.log(0), self.rank_logs.quiet_point(0))
 
     def _say_stopping(self, signum: signal.Signals) -> None:
-        self._say(
-            f"stopping ({signum.name}): the ranks have {self.job.grace:g} s to save and leave; "
-            "a second signal kills them at once."
-        )
+        self._say(stopping(signum, self.job.grace))
 
     def _say(self, message: str) -> None:
         # The terminal may be what has just gone; that must not keep the ranks from ending.
@@ -227,8 +224,7 @@ class _Launch:
         if self.succeeded:
             return None
         if signals.first is not None:  # whatever else went wrong came of that
-            interrupted = signals.first is signal.SIGINT
-            return KeyboardInterrupt() if interrupted else SystemExit(128 + signals.first)
+            return signals.as_error()
         if isinstance(self.error, PacelineError):
             return self.error
         if self.succeeded is None:

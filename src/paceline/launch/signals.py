@@ -54,10 +54,24 @@ class LauncherSignals:
         asked, self._save_asked = self._save_asked, False
         return asked
 
+    def as_error(self) -> BaseException:
+        """What a launch that was asked to end raises."""
+        assert self.first is not None
+        interrupted = self.first is signal.SIGINT
+        return KeyboardInterrupt() if interrupted else SystemExit(128 + self.first)
+
     def note_end_of_program(self) -> None:
         """In a thread: when the program's main thread is gone, the ranks are to end as well."""
         if self.first is None and not threading.main_thread().is_alive():
             self.first = signal.SIGTERM
+
+
+def stopping(first: signal.Signals, grace: float) -> str:
+    """What a launcher says when it is asked to end."""
+    return (
+        f"stopping ({first.name}): the ranks have {grace:g} s to save and leave; a second signal "
+        "kills them at once."
+    )
 
 
 def passed_on(signum: signal.Signals) -> signal.Signals:

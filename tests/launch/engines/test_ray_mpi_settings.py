@@ -113,7 +113,7 @@ def test_what_mpi_cannot_do(tmp_path: Path) -> None:
         "mpi", one, "launch.mpi.hosts=['a:4', 'b:4']", "launch.nproc=2"
     )
     assert "ssh's own config" in problems("mpi", one, "launch.mpi.hosts=[me@node0]")
-    assert "name one of them" in problems("mpi", one, hosts, "launch.mpi.hostfile=hosts")
+    assert "leave one of them out" in problems("mpi", one, hosts, "launch.mpi.hostfile=hosts")
     assert "cannot be a word for mpirun" in problems("mpi", one, "launch.mpi.args=[':']")
     assert "there is no such program" in problems("mpi", "launch.mpi.mpirun=nothing-like-it")
     implied = engine_named("mpi").implied(config("launch.mpi.hosts=['a:4', 'b:4']"))

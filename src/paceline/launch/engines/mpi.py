@@ -27,10 +27,10 @@ from paceline.launch.engines.mpi_command import find_mpi, host_command
 from paceline.launch.engines.mpi_host import die_with_parent
 from paceline.launch.engines.submission import Submission
 from paceline.launch.environment import SECRET, SECRET_FILE
-from paceline.launch.hosts import HostSlots, common_slots, parse_hosts, read_hostfile
+from paceline.launch.hosts import HostSlots, common_slots, hosts_of_section, implied_by
 from paceline.launch.job import to_stderr
 from paceline.launch.secret import find_secret
-from paceline.launch.signals import LauncherSignals
+from paceline.launch.signals import LauncherSignals, stopping
 
 _POLL_SECONDS = 0.1
 _MORE_THAN_GRACE = 10.0
@@ -76,13 +76,7 @@ class MpiEngine(LaunchEngine):
 
     def implied(self, config: Config) -> dict[str, str]:
         """The number of machines and of their ranks, where the hosts say it."""
-        hosts = _hosts(config)
-        named = "nnodes" in config.launch.model_fields_set or not hosts
-        implied = {} if named else {"launch.nnodes": str(len(hosts))}
-        slots = common_slots(hosts) if hosts else None
-        if slots is not None and config.launch.nproc == "auto":
-            implied["launch.nproc"] = str(slots)
-        return implied
+        return implied_by(_hosts(config), config.launch)
 
     def gpus_per_machine(self, config: Config) -> int:
         """Those that ``launch.nproc`` asks for."""
@@ -166,10 +160,7 @@ def _follow(
     while process.poll() is None:
         if signals.first is not None and not asked:
             asked = True
-            to_stderr(
-                f"stopping ({signals.first.name}): the ranks have {grace:g} s to save and leave; "
-                "a second signal kills them at once."
-            )
+            to_stderr(stopping(signals.first, grace))
             process.send_signal(leave)
             deadline = time.monotonic() + grace + _MORE_THAN_GRACE
         if signals.insisted or (asked and time.monotonic() > deadline):
@@ -215,18 +206,11 @@ def _started_at(pid: int) -> str:
 def _hosts(config: Config) -> list[HostSlots]:
     """The hosts that the config names, in order; none: this machine, or what mpirun knows."""
     settings = config.launch.mpi
-    if settings.hosts and settings.hostfile is not None:
-        raise ConfigError("launch.mpi.hosts and launch.mpi.hostfile: name one of them")
+    found = hosts_of_section("launch.mpi", settings.hosts, settings.hostfile)
     key = "hosts" if settings.hosts else "hostfile"
     try:
-        if settings.hosts:
-            found = parse_hosts(settings.hosts)
-        elif settings.hostfile is not None:
-            found = read_hostfile(settings.hostfile)
-        else:
-            return []
         _check_slots(config, found)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise ConfigError(f"launch.mpi.{key}: {error}") from None
     for host in found:
         if host.user is not None or host.port is not None:
@@ -246,12 +230,11 @@ def _check_slots(config: Config, hosts: Sequence[HostSlots]) -> None:
 def _launcher(job: ClusterJob) -> list[str]:
     """The command of the launcher on every host."""
     config = job.config
-    nproc = () if config.launch.nproc == "auto" else ("--nproc", str(config.launch.nproc))
     if job.nodes[1] == 1:
-        return job.launcher(*nproc)
+        return job.launcher()
     hosts = _hosts(config)
     rdzv = config.launch.rdzv or f"{_bracketed(hosts[0].name)}:{config.launch.mpi.port}"
-    return job.launcher(*nproc, rdzv=rdzv)
+    return job.launcher(rdzv=rdzv)
 
 
 def _bracketed(name: str) -> str:

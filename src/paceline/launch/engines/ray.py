@@ -23,7 +23,7 @@ from paceline.launch.engines.submission import Submission
 from paceline.launch.job import to_stderr, to_stdout
 from paceline.launch.logs import Relay
 from paceline.launch.run_folder import RunFolder, holder_of
-from paceline.launch.signals import LauncherSignals
+from paceline.launch.signals import LauncherSignals, stopping
 from paceline.layout.fitting import fit
 
 _POLL_SECONDS = 0.2
@@ -293,7 +293,7 @@ class _Following:
             self._relay.finish()
             ray.kill(control)
         if signals.first is not None:
-            raise _stopped(signals)
+            raise signals.as_error()
         if outcome["error"]:
             raise RankFailed(
                 outcome["error"],
@@ -312,14 +312,10 @@ class _Following:
             if signals.first is not None and asked_at is None:
                 asked_at = now
                 control.leave.remote()
-                grace = self._config.launch.grace
-                to_stderr(
-                    f"stopping ({signals.first.name}): the ranks have {grace:g} s to save and "
-                    "leave; a second signal kills them at once."
-                )
+                to_stderr(stopping(signals.first, self._config.launch.grace))
             late = asked_at is not None and now > asked_at + self._config.launch.grace
             if signals.insisted or late:
-                raise _stopped(signals)
+                raise signals.as_error()
             if not told and self._log is None and now > begun + _PATIENCE:
                 told = True
                 to_stderr(f"Ray has not placed the ranks yet; it has free: {_shown_free()}")
@@ -360,15 +356,6 @@ class _Following:
             to_stderr(
                 "; ".join(short) + ". Ray waits for nodes that have it; Ctrl-C ends the waiting."
             )
-
-
-def _stopped(signals: LauncherSignals) -> BaseException:
-    import signal
-
-    assert signals.first is not None
-    if signals.first is signal.SIGINT:
-        return KeyboardInterrupt()
-    return SystemExit(128 + signals.first)
 
 
 def _shown_free() -> str:

@@ -51,7 +51,7 @@ def script_of(job: ClusterJob) -> str:
 
 def directives(job: ClusterJob) -> list[str]:
     """What sbatch reads: one option a line."""
-    slurm, launch = job.config.launch.slurm, job.config.launch
+    slurm = job.config.launch.slurm
     least, most = job.nodes
     cpus = slurm.cpus_per_node or launch_cpus(job)
     log = str(job.submission).replace("%", "%%")
@@ -79,13 +79,8 @@ def directives(job: ClusterJob) -> list[str]:
     lines += ["#SBATCH --exclusive"] if slurm.exclusive else []
     lines += ["#SBATCH --requeue" if slurm.requeue else "#SBATCH --no-requeue"]
     # The launchers go on without a node that is lost: the job is not to be ended for it.
-    lines += ["#SBATCH --no-kill"] if least < launch_most(launch.nnodes) else []
+    lines += ["#SBATCH --no-kill"] if least < most else []
     return [*lines, *(f"#SBATCH {option}" for option in slurm.extra)]
-
-
-def launch_most(nnodes: int | str) -> int:
-    """The most machines that ``launch.nnodes`` allows."""
-    return int(str(nnodes).rpartition(":")[2])
 
 
 def launch_cpus(job: ClusterJob) -> int | None:

@@ -30,7 +30,7 @@ from paceline.launch.engines.ssh.record import RunOfHosts, ask_hosts
 from paceline.launch.engines.ssh.session import opened_by_hand, option_problems, ssh_command
 from paceline.launch.engines.ssh.supervisor import HostFollower, LauncherOrder, Supervisor
 from paceline.launch.engines.submission import Submission
-from paceline.launch.hosts import HostSlots, common_slots, parse_hosts, read_hostfile
+from paceline.launch.hosts import HostSlots, common_slots, hosts_of_section, implied_by
 from paceline.launch.run_folder import SUBMISSION, RunFolder, holder_of
 from paceline.launch.secret import find_secret
 from paceline.untrusted import open_to_append, printable, write_private
@@ -53,13 +53,7 @@ class SshEngine(LaunchEngine):
 
     def implied(self, config: Config) -> dict[str, str]:
         """The number of machines and of their ranks, where the hosts say it."""
-        hosts = hosts_of(config)
-        given = config.launch.model_fields_set
-        implied = {} if "nnodes" in given else {"launch.nnodes": str(len(hosts))}
-        slots = common_slots(hosts)
-        if slots is not None and config.launch.nproc == "auto":
-            implied["launch.nproc"] = str(slots)
-        return implied
+        return implied_by(hosts_of(config), config.launch)
 
     def gpus_per_machine(self, config: Config) -> int:
         """As many as it has ranks, where they are to run on GPUs; else nothing is known here."""
@@ -138,28 +132,13 @@ class SshEngine(LaunchEngine):
 
 def hosts_of(config: Config) -> list[HostSlots]:
     """The hosts that a config names; ``ConfigError`` where it names none, or wrongly."""
-    ssh = config.launch.ssh
-    if ssh.hosts and ssh.hostfile is not None:
-        raise ConfigError(
-            "launch.ssh.hosts and launch.ssh.hostfile both name hosts; leave one of them out"
-        )
-    if ssh.hostfile is None and not ssh.hosts:
+    found = hosts_of_section("launch.ssh", config.launch.ssh.hosts, config.launch.ssh.hostfile)
+    if not found:
         raise ConfigError(
             "launch.on=ssh needs hosts: --hosts node0:4,node1:4, --hostfile FILE, or "
             "launch.ssh.hosts"
         )
-    if ssh.hostfile is None:
-        try:
-            return parse_hosts(ssh.hosts)
-        except ValueError as error:
-            raise ConfigError(f"launch.ssh.hosts: {error}") from None
-    try:
-        return read_hostfile(os.path.expanduser(ssh.hostfile))
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise ConfigError(f"launch.ssh.hostfile={ssh.hostfile!r} cannot be read: {why}") from None
-    except ValueError as error:
-        raise ConfigError(f"launch.ssh.hostfile={ssh.hostfile!r}: {error}") from None
+    return found
 
 
 def _contradictions(config: Config, hosts: list[HostSlots]) -> list[str]:
