@@ -20,25 +20,30 @@ PROGRAM = """
     flight_recorder.switch_on()
     import torch, torch.distributed as dist
 
+
+    def tell():
+        # Gloo's thread notes an end a moment after the call returns.
+        deadline = time.monotonic() + 100
+        while any(p.done < p.begun for p in flight_recorder.group_progress()):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        print(json.dumps({
+            "groups": [dataclasses.asdict(p) for p in flight_recorder.group_progress()],
+            "calls": [dataclasses.asdict(c) for c in flight_recorder.calls()],
+        }))
+
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     second = dist.new_group([0])
     dist.all_reduce(torch.ones(2, 3))
     dist.broadcast(torch.ones(4, dtype=torch.int64), 0, group=second)
     dist.barrier()
-    print(json.dumps({
-        "groups": [dataclasses.asdict(p) for p in flight_recorder.group_progress()],
-        "calls": [dataclasses.asdict(c) for c in flight_recorder.calls()],
-    }))
+    tell()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.broadcast(torch.ones(7), 0)
-    deadline = time.monotonic() + 100  # Gloo's thread notes an end a moment after the call returns
-    while any(p.done < p.begun for p in flight_recorder.group_progress()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    print(json.dumps({
-        "groups": [dataclasses.asdict(p) for p in flight_recorder.group_progress()],
-        "calls": [dataclasses.asdict(c) for c in flight_recorder.calls()],
-    }))
+    tell()
     dist.destroy_process_group()
 """
 

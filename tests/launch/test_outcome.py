@@ -72,6 +72,37 @@ def test_a_world_is_done_when_all_nodes_with_ranks_are(launchers: list[OutcomeSt
     wait_until(idle.all_done)
 
 
+class ConnectionThatBreaks(PrefixStore):
+    """Dead at its first use, as one is whose answer came too late; so is its first clone."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.clones = port, 0
+        super().__init__("agent", TCPStore("127.0.0.1", port))
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("did not answer")
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("did not answer")
+
+    def clone(self) -> PrefixStore:
+        self.clones += 1
+        if self.clones == 1:
+            return ConnectionThatBreaks(self.port)
+        return PrefixStore("agent", TCPStore("127.0.0.1", self.port))
+
+
+def test_a_connection_that_breaks_hides_nothing_from_a_launcher() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (OutcomeStore(ConnectionThatBreaks(server.port), node, 2) for node in range(2))
+    second.watch([0, 1])
+    for launcher in (first, second):
+        for _ in range(2):  # as the agent does with every look
+            launcher.mark_done()
+    wait_until(second.all_done)
+    second.close()
+
+
 def test_a_world_without_any_rank_is_never_done() -> None:
     alone = OutcomeStore(None, 0, 1)
     alone.watch([])

@@ -6,6 +6,7 @@ for real ones.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -45,8 +46,8 @@ class Seat(LauncherRendezvous):
 
     patience = 30.0
 
-    def __init__(self, table: Table, host: str) -> None:
-        self.table, self.host, self.nodes_now = table, host, [host]
+    def __init__(self, table: Table, host: str, store: type[PrefixStore] = PrefixStore) -> None:
+        self.table, self.host, self.nodes_now, self.store = table, host, [host], store
 
     @property
     def nodes(self) -> list[str]:
@@ -66,7 +67,7 @@ class Seat(LauncherRendezvous):
             if table.closed is not None:
                 raise RendezvousClosedError(table.closed)
             server, self.nodes_now = table.worlds[-1]
-        client = PrefixStore("agent", TCPStore("127.0.0.1", server.port))
+        client = self.store("agent", TCPStore("127.0.0.1", server.port))
         place = RendezvousStoreInfo("127.0.0.1", server.port)
         return RendezvousInfo(client, self.nodes.index(self.host), len(self.nodes), place)
 
@@ -216,6 +217,32 @@ def test_a_node_that_joins_and_has_no_place_stands_by_until_the_end(tmp_path: Pa
     assert isinstance(again, Restarting)
     assert (again.reason, again.detail) == ("node_joined", "1 node waits to join")
     assert (again.used, again.budget) == (0, None)
+    assert table.closed == "the run is done"
+
+
+class ReadsNothing(PrefixStore):
+    """A connection that is too slow for its launcher to read whether others are done."""
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+    def clone(self) -> ReadsNothing:
+        return self
+
+
+def test_that_a_run_is_done_is_no_failure_for_who_reads_it_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.launch.agent._EXIT_BARRIER_SECONDS", 0.5)
+    (tmp_path / "script.py").write_text("")
+    table = Table(2)
+    first = node(table, "a", tmp_path)
+    slow = dataclasses.replace(
+        node(table, "b", tmp_path), rendezvous=lambda: Seat(table, "b", ReadsNothing)
+    )
+    with ThreadPoolExecutor() as pool:
+        for outcome in [pool.submit(launch, first), pool.submit(launch, slow)]:
+            outcome.result()
     assert table.closed == "the run is done"
 
 

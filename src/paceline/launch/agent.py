@@ -37,6 +37,7 @@ from paceline.launch.job import LocalJob
 from paceline.launch.logs import RankLogs, node_folder
 from paceline.launch.messages import BadMessage
 from paceline.launch.outcome import (
+    RUN_IS_DONE,
     WorldOutcome,
     idle_ranks,
     interrupted,
@@ -139,7 +140,7 @@ class Agent(SimpleElasticAgent):
                 result is None
             ):  # torch's "graceful exit": the rendezvous is complete without this node
                 raise RuntimeError("this node was not needed")
-            self._rdzv_handler.close_for_all("the run is done")
+            self._rdzv_handler.close_for_all(RUN_IS_DONE)
             return result
         except RendezvousClosedError as closed:
             self.error = LaunchError(f"the run is over: {closed}.")
@@ -291,6 +292,10 @@ class Agent(SimpleElasticAgent):
         if self._outcomes.all_done():
             return None
         if (why := self._rdzv_handler.lost()) is not None:
+            if why == RUN_IS_DONE and self._workers.is_done:
+                # Whoever says so has seen that all are done; we have not read that yet.
+                self._outcomes.mark_all_done()
+                return None
             return self._after_loss(why)
         if self._hang_watcher and (stuck := self._hang_watcher.look()) is not None:
             return self._after_hang(stuck)

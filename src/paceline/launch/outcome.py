@@ -108,6 +108,9 @@ class WorldOutcome:
 
 # Causes and notices, in words.
 
+RUN_IS_DONE = "the run is done"
+"""Why a run is closed that has come to its end: all nodes with ranks were done."""
+
 
 def interrupted(host: str) -> str:
     """Why all ranks leave when one launcher gets a Ctrl-C."""

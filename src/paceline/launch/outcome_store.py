@@ -90,7 +90,7 @@ class OutcomeStore:
         """Publish an outcome unless there is one already; returns the one that counts."""
         if self._nodes > 1 and self._outcome is None:
             text = outcome.to_json()
-            counts = self._call(lambda: self._store.compare_set(_OUTCOME, "", text))
+            counts = self._call(lambda store: store.compare_set(_OUTCOME, "", text))
             with contextlib.suppress(BadMessage):  # not an outcome: ours counts
                 said = text if counts is None else decode_text(counts)
                 self._outcome = outcome if said == text else WorldOutcome.from_json(said)
@@ -98,11 +98,18 @@ class OutcomeStore:
         return self._outcome
 
     def mark_done(self) -> None:
-        """Report that the ranks of this node have left with success."""
-        if self._node not in self._done:
+        """Report that the ranks of this node have left with success; repeat it until it is known.
+
+        The others wait for it: a report that did not get through is none.
+        """
+        if self._node in self._done:
+            return
+        if self._nodes == 1 or self._call(lambda store: _set_done(store, self._node)):
             self._done.add(self._node)
-            if self._nodes > 1:
-                self._call(lambda: self._store.set(f"done/{self._node}", ""))
+
+    def mark_all_done(self) -> None:
+        """Another node knows that the ranks of all nodes have left with success."""
+        self._done.update(self._waited_for)
 
     def all_done(self) -> bool:
         """Whether the ranks of all nodes that have any have left with success."""
@@ -112,13 +119,19 @@ class OutcomeStore:
         """Stop looking."""
         self._closed.set()
 
-    def _call(self, request: Callable[[], _T]) -> _T | None:
-        """The answer to a request, ``None`` when there is none in time."""
+    def _call(self, request: Callable[[Any], _T]) -> _T | None:
+        """The answer to a request, ``None`` when there is none in time.
+
+        A connection that once gave no answer is dead, so the second try is made over a new one.
+        """
         answers: list[_T] = []
 
         def call() -> None:
-            with contextlib.suppress(*_TROUBLES):
-                answers.append(request())
+            try:
+                answers.append(request(self._store))
+            except _TROUBLES:
+                with contextlib.suppress(*_TROUBLES):
+                    answers.append(request(self._store.clone()))
 
         thread = threading.Thread(target=call, name="outcome", daemon=True)
         thread.start()
@@ -127,13 +140,22 @@ class OutcomeStore:
 
     def _look(self, store: Any) -> None:
         errors = BackgroundErrors("the watch for outcomes")
+        connected = True
         while not self._closed.wait(_LOOK_SECONDS):
             try:
+                # A busy host may answer too late once. One that is gone is missed by others.
+                store = store if connected else self._store.clone()
+                connected = True
                 with errors.reported("an outcome that cannot be read", but=_TROUBLES):
                     if self._outcome is None and store.check([_OUTCOME]):
                         self._outcome = WorldOutcome.from_json(decode_text(store.get(_OUTCOME)))
                 for node in self._waited_for - self._done:
                     if store.check([f"done/{node}"]):
                         self._done.add(node)
-            except _TROUBLES:  # its host is gone: whoever misses it will see to that
-                return
+            except _TROUBLES:
+                connected = False
+
+
+def _set_done(store: Any, node: int) -> bool:
+    store.set(f"done/{node}", "")
+    return True

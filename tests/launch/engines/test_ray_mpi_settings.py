@@ -124,7 +124,6 @@ def test_what_mpi_cannot_do(tmp_path: Path) -> None:
         ClusterJob(file, ("my.yaml",), tmp_path / "run", Path("/home/me"))
     )
     assert "--rdzv a:29400 --nnodes 2" in plan
-    assert "--nproc 2" in plan
 
 
 def hostile_values(count: int) -> list[str]:
