@@ -28,7 +28,8 @@ def run_script(request: TrainRequest) -> None:
     refuse_copies(config)
     assert isinstance(config.launch.nproc, int)
     choice = RunChoice(run_dir=request.run_dir, name=script.stem, auto=request.auto)
-    command = ["script", str(script), *request.script_arguments]
+    backend = [] if request.backend is None else ["--backend", request.backend]
+    command = [*backend, "script", str(script), *request.script_arguments]
     with contextlib.ExitStack() as stack:
         joined = None
         if config.launch.rdzv is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from paceline.cli.other_launchers import translate, with_our_names
+from paceline.cli.other_launchers import names_process_group, translate, with_our_names
 
 _CONFIGS = (".yaml", ".yml", ".json")
 
@@ -23,6 +23,12 @@ class TrainCommand(TyperCommand):
         """Parse ``args``; an unknown option is a ConfigError that says where it belongs."""
         args = with_our_names(args)
         given = list(args)
+        if names_process_group(given):
+            own, after = _split_at(given, _script_in(given))
+            if names_process_group(own):
+                from paceline.errors import ConfigError
+
+                raise ConfigError(translate(own).answer(after))
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
