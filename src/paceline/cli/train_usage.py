@@ -46,8 +46,11 @@ class TrainCommand(TyperCommand):
 
 def _unknown(option: str, args: Sequence[str], known: Sequence[str]) -> str:
     """What to say of ``option``, which the command does not have."""
+    from paceline.compat.horovod.runner.arguments import is_horovodrun, read_horovodrun
     from paceline.config.keys import FIELDS, nearest, section_of, suggest
 
+    if is_horovodrun(args):
+        return read_horovodrun(args).answer()
     script = _script_in(args)
     own, after = _split_at(args, script)
     if (found := translate(own)).typed:
