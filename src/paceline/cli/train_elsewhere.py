@@ -141,6 +141,7 @@ def _arguments(request: TrainRequest) -> list[str]:
     given = [text for text in (*request.flags, *request.overrides) if not _is_for_engine(text)]
     if request.script is not None:
         source = ["--script", os.path.abspath(request.script)]
+        source += [] if request.backend is None else ["--backend", request.backend]
     else:
         source = [os.path.abspath(config) for config in request.configs]
     return [*source, *(word for text in given for word in ("--set", text))]
