@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.options import DataOptions as DataOptions
     from paceline.options import Evaluation as Evaluation
     from paceline.options import LocalSteps as LocalSteps
+    from paceline.options import LossScaling as LossScaling
     from paceline.options import Pipelining as Pipelining
     from paceline.options import Recompute as Recompute
     from paceline.options import Reduction as Reduction
@@ -59,6 +60,7 @@ _HOME = {
     "Layout": "paceline.layout",
     "EMA": "paceline.options",
     "LocalSteps": "paceline.options",
+    "LossScaling": "paceline.options",
     "ColumnParallelLinear": "paceline.parallel.tensor",
     "Pipelining": "paceline.options",
     "Recompute": "paceline.options",
