@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.data.make_loader import loader as loader
     from paceline.engine import Engine as Engine
     from paceline.engine import StepResult as StepResult
+    from paceline.engine.accelerator import Accelerator as Accelerator
     from paceline.engine.parameter_groups import parameter_groups as parameter_groups
     from paceline.engine.prepare import prepare as prepare
     from paceline.launch.api import LaunchedRun as LaunchedRun
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from paceline.world import collectives as collectives
 
 _HOME = {
+    "Accelerator": "paceline.engine.accelerator",
     "Callback": "paceline.trainer",
     "Checkpointing": "paceline.options",
     "Checkpoints": "paceline.checkpoint.checkpoints",

@@ -77,6 +77,7 @@ def spread(
         # DDP compares a hook's annotations with classes, and ours are strings: a lambda has none.
         made.called.register_comm_hook(weights, lambda own, bucket: _average(own, bucket))
         _refuse_unfreezing(made.called)
+        _leave_frozen_alone(made.called)
     elif not layout.zero:  # nothing to leave out, but the same loop is to run
         model.no_sync = contextlib.nullcontext  # type: ignore[assignment]
     return made
@@ -98,6 +99,21 @@ def _refuse_unfreezing(wrapped: DistributedDataParallel) -> None:
     wrapped.register_forward_pre_hook(check)
 
 
+def _leave_frozen_alone(wrapped: DistributedDataParallel) -> None:
+    """Call a model without DDP while all of it is frozen, as a discriminator in its rival's turn.
+
+    DDP would wait for a backward that never comes, and fail at the next forward.
+    """
+    by_ddp = wrapped.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if any(parameter.requires_grad for parameter in wrapped.module.parameters()):
+            return by_ddp(*args, **kwargs)
+        return wrapped.module(*args, **kwargs)
+
+    wrapped.forward = forward  # type: ignore[method-assign]
+
+
 def _drive(sharded: Sharded, model: nn.Module, world: World, weights: RankWeights) -> None:
     """Have the hooks of a sharded model do what ``paceline.Engine`` does around a step."""
     syncing = True
@@ -117,7 +133,9 @@ def _drive(sharded: Sharded, model: nn.Module, world: World, weights: RankWeight
         weight = weights.of_forward()
         if weight == 1:
             return None
-        return map_tensors(output, lambda t: _Weighted.apply(t, weight) if t.requires_grad else t)
+        return map_tensors(
+            output, lambda t: WeightedGradient.apply(t, weight) if t.requires_grad else t
+        )
 
     @contextlib.contextmanager
     def no_sync() -> Iterator[None]:
@@ -133,16 +151,18 @@ def _drive(sharded: Sharded, model: nn.Module, world: World, weights: RankWeight
     model.no_sync = no_sync  # type: ignore[assignment]
 
 
-class _Weighted(torch.autograd.Function):
-    """The same tensor; its gradient times a weight."""
+class WeightedGradient(torch.autograd.Function):
+    """The same tensor; its gradient times a weight, and zero where that is zero."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: float) -> Tensor:
+        """The tensor itself."""
         ctx.weight = weight
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        """Its gradient, weighed."""
         # A placeholder's gradient may be NaN, and NaN times zero is NaN.
         return (grads[0] * ctx.weight if ctx.weight else torch.zeros_like(grads[0])), None
 
