@@ -21,7 +21,6 @@ _NOTES = {
     "backend": "cpu or cuda: ranks talk over Gloo on CPUs, over NCCL on GPUs",
     "batch_size": "samples per step over all ranks; batch.per_device_batch: on each of them",
     "bf16": "like precision: bf16",
-    "deepspeed": "ZeRO's stages are zero=1, zero=2 and zero=3",
     "devices": "how many ranks on each machine",
     "fp16": "like precision: fp16",
     "fsdp": "zero=3",

@@ -17,7 +17,6 @@ ELSEWHERE = {
     "ckpt": "checkpoint",
     "dataloader_num_workers": "data.workers",
     "dataset": "data",
-    "deepspeed": "layout",
     "default_root_dir": "track.run_dir",
     "devices": "launch.nproc",
     "dist_backend": "launch.device",
