@@ -125,6 +125,7 @@ class Background:
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._wire = None  # its connections close with the last reference
 
     def _post(self, request: Request) -> None:
         if self.rank == 0:
