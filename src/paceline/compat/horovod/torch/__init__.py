@@ -3,6 +3,15 @@
 ``paceline train --script old.py --backend horovod`` runs scripts that say ``import horovod.torch``.
 """
 
+from paceline.compat.horovod.torch import elastic
+from paceline.compat.horovod.torch.compression import Compression
+from paceline.compat.horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from paceline.compat.horovod.torch.mpi_ops import (
     Adasum,
     Average,
@@ -63,19 +72,25 @@ from paceline.compat.horovod.torch.mpi_ops import (
     sparse_allreduce_async,
     synchronize,
 )
+from paceline.compat.horovod.torch.optimizer import DistributedOptimizer
+from paceline.compat.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -87,11 +102,16 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
