@@ -287,6 +287,9 @@ class Background:
                 self._end(response.error, failed=bool(response.value))
                 return
             submissions = self._claim(response)
+            if response.restarts_numbers:
+                with self._lock:
+                    self._counts.clear()
             if response.kind == "error":
                 _finish(submissions, response.error)
                 continue
