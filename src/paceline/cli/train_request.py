@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.checkpoint.locate import which_named
 from paceline.cli.train_usage import resume_problem, script_problem
 from paceline.compat.backends import check_backend
+from paceline.compat.backends import script_problem as backend_problem
 from paceline.config import Config, load, load_checked
 from paceline.config.checks import node_problems
 from paceline.config.launch_engines import ENGINES
@@ -177,6 +178,10 @@ class TrainRequest:
                 problems += error.problems
         if problem := script_problem(self.script):
             problems.append(f"--script {self.script}: {problem}")
+        elif self.backend is not None and (
+            problem := backend_problem(self.backend, Path(self.script))
+        ):
+            problems.append(f"--script {self.script} --backend {self.backend}: {problem}")
         if self.configs:
             problems.append(
                 f"--script {self.script} with CONFIG {self.configs[0]}: give one or the other; "

@@ -9,6 +9,7 @@ from paceline.cli.console import say
 from paceline.cli.train_nodes import meet_about, refuse_copies
 from paceline.cli.train_report import exit_status, say_where
 from paceline.cli.train_request import TrainRequest
+from paceline.compat.backends import check_installed
 from paceline.config import resolve
 from paceline.launch.environment import RUN_DIR
 from paceline.launch.run_choice import RunChoice
@@ -22,6 +23,8 @@ def run_script(request: TrainRequest) -> None:
     from paceline.launch.restart_policy import RestartLimits
 
     assert request.script is not None
+    if request.backend is not None:
+        check_installed(request.backend)
     script = Path(request.script)
     # Only for the number of ranks and restarts: what the demo would say to it is no matter.
     config = resolve(request.load(None, checked=False))
