@@ -23,7 +23,7 @@ from paceline.cli.train_request import TrainRequest
 from paceline.config import (
     Config,
     code_folders,
-    code_notes,
+    config_notes,
     dump,
     load,
     resolve,
@@ -48,7 +48,7 @@ def run_config(request: TrainRequest) -> None:
         resumed = request.resume is not None or (request.auto and run is not None and run.is_begun)
         choice = _choice(request, config)
         say(summary(config))
-        for note in code_notes(config):
+        for note in config_notes(config):
             say(note)
         config = with_code(config)
         joined = None

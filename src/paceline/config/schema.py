@@ -65,6 +65,11 @@ class Config(Section):
         description="Folders in which the modules of targets are looked for first. null: the "
         "folder of this file; in either case the current folder comes next.",
     )
+    deepspeed: str | dict[str, Any] | None = Field(
+        default=None,
+        description="A DeepSpeed config (ds_config.json), or the mapping in it: its settings are "
+        "taken over into the sections below, and null stands here afterwards.",
+    )
     model: Model = Field(default=Model(), description="The model to train.")
     loss: Target | None = Field(
         default=Target(target=demo.LOSS),
