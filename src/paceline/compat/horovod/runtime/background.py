@@ -247,6 +247,7 @@ class Background:
         if not settings.stall_check:
             return ""
         stalled = negotiator.stalled(settings.stall_warning_seconds)
+        warned.intersection_update([stall.name for stall in stalled])  # to be warned of again
         new = [stall for stall in stalled if stall.name not in warned]
         if new:
             warned.update(stall.name for stall in new)
