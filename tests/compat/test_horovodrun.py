@@ -14,6 +14,7 @@ from paceline.cli import main
 from paceline.compat import horovod
 from paceline.compat.horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 from paceline.compat.horovod.runner.arguments import SWITCHES, WITH_VALUE, read_horovodrun
+from paceline.compat.horovod.runner.util.threads import in_thread
 from paceline.config import load
 from paceline.errors import LaunchError
 
@@ -126,3 +127,12 @@ def test_loaders_read_ahead() -> None:
         loader.close_async_loader()
     with pytest.raises(OSError, match="the disk is gone"):
         list(Broken())
+
+
+def test_threads_are_started() -> None:
+    seen: list[int] = []
+    in_thread(seen.append, (3,)).join()
+    in_thread(lambda: 1 // 0, silent=True).join()
+    assert seen == [3]
+    with pytest.raises(ValueError, match="for one: "):
+        in_thread(seen.append, 3)  # type: ignore[arg-type]
