@@ -117,7 +117,7 @@ def train(
         (
             ["--zebra"],
             [
-                "--zebra: no such option; there are --script, --nproc, --nnodes, --rdzv, "
+                "--zebra: no such option; there are --script, --backend, --nproc, --nnodes, --rdzv, "
                 "--secret-file, --layout, --on, --hosts, --hostfile, --dry-run, --apply, --set, "
                 "--resume, --which, --run-dir, --name, --tag, "
                 "--max-restarts, --share-gpu. Any value of the config is set by --set key=value"

@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from paceline.cli.other_launchers import translate, with_our_names
+from paceline.cli.other_launchers import names_process_group, translate, with_our_names
 
 _CONFIGS = (".yaml", ".yml", ".json")
 
@@ -23,6 +23,12 @@ class TrainCommand(TyperCommand):
         """Parse ``args``; an unknown option is a ConfigError that says where it belongs."""
         args = with_our_names(args)
         given = list(args)
+        if names_process_group(given):
+            own, after = _split_at(given, _script_in(given))
+            if names_process_group(own):
+                from paceline.errors import ConfigError
+
+                raise ConfigError(translate(own).answer(after))
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -40,9 +46,12 @@ class TrainCommand(TyperCommand):
 
 def _unknown(option: str, args: Sequence[str], known: Sequence[str]) -> str:
     """What to say of ``option``, which the command does not have."""
+    from paceline.compat.horovod.runner.arguments import is_horovodrun, read_horovodrun
     from paceline.config.keys import FIELDS, nearest, section_of, suggest
     from paceline.options.habits import habit_of
 
+    if is_horovodrun(args):
+        return read_horovodrun(args).answer()
     script = _script_in(args)
     own, after = _split_at(args, script)
     if (found := translate(own)).typed:
