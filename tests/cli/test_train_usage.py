@@ -112,10 +112,7 @@ def train(
         (["--run_dir", "d"], ["--run_dir: no such option; did you mean --run-dir?"]),
         (
             ["c.yaml", "--batch-size=3"],
-            [
-                "--batch-size: no such option; a value of the config is set by --set "
-                "batch.global_batch=…"
-            ],
+            ["--batch-size: no such option; here that is: --set batch.global_batch=32"],
         ),
         (
             ["--zebra"],

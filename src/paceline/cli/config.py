@@ -22,9 +22,11 @@ def show(config: ConfigFile = None, layout: Spread = None, overrides: Overrides 
 
     Every key is written out, and 'auto' is made explicit.
     """
-    from paceline.config import dump, learning_rate, load, resolve
+    from paceline.config import became, dump, learning_rate, load, resolve
 
     resolved = resolve(_read(load, config, layout, overrides or []))
+    for line in became(resolved):
+        echo(f"# deepspeed: {line}")
     if resolved.schedule.lr_scaling != "none":
         echo(
             f"# learning rate: {learning_rate(resolved):g} after {resolved.schedule.lr_scaling} "
@@ -40,10 +42,10 @@ def check(config: ConfigFile = None, layout: Spread = None, overrides: Overrides
 
     One line for each problem; the exit status is 2 when there is any.
     """
-    from paceline.config import code_notes, load_checked, resolve, summary
+    from paceline.config import config_notes, load_checked, resolve, summary
 
     checked = _read(load_checked, config, layout, overrides or [])
-    for note in code_notes(checked):
+    for note in config_notes(checked):
         echo(note, err=True)
     echo(f"ok: {summary(resolve(checked))}")
 

@@ -23,7 +23,7 @@ from paceline.cli.train_request import TrainRequest
 from paceline.config import (
     Config,
     code_folders,
-    code_notes,
+    config_notes,
     dump,
     load,
     resolve,
@@ -48,7 +48,7 @@ def run_config(request: TrainRequest) -> None:
         resumed = request.resume is not None or (request.auto and run is not None and run.is_begun)
         choice = _choice(request, config)
         say(summary(config))
-        for note in code_notes(config):
+        for note in config_notes(config):
             say(note)
         config = with_code(config)
         joined = None
@@ -185,13 +185,7 @@ def _launch(
     except RankFailed as error:
         if error.would_recur and not has_checkpoint(run):
             raise  # to start it again would only repeat it
-        raise RankFailed(
-            f"{error}\n{not_taken(run, settings)}{resume_hint(run)}",
-            rank=error.rank,
-            exit_code=error.exit_code,
-            traceback=error.traceback,
-            would_recur=error.would_recur,
-        ) from None
+        raise error.followed_by(f"{not_taken(run, settings)}{resume_hint(run)}") from None
 
 
 def _hang_watcher(config: Config, run: RunFolder) -> HangOverseer:

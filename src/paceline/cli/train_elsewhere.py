@@ -130,12 +130,7 @@ def _shown(run: RunFolder, request: TrainRequest, config: Config) -> Iterator[No
     except RankFailed as error:
         if is_script:
             raise
-        raise RankFailed(
-            f"{error}\n{resume_hint(run)}",
-            rank=error.rank,
-            exit_code=error.exit_code,
-            traceback=error.traceback,
-        ) from None
+        raise error.followed_by(resume_hint(run)) from None
     if not is_script:
         source = next(iter(request.configs), None)
         say_done(config, run, source, resumed=request.resume is not None)

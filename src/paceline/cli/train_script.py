@@ -11,6 +11,7 @@ from paceline.cli.train_report import exit_status, say_where
 from paceline.cli.train_request import TrainRequest
 from paceline.compat.backends import check_installed
 from paceline.config import resolve
+from paceline.launch.environment import RUN_DIR
 from paceline.launch.run_choice import RunChoice
 
 
@@ -44,7 +45,12 @@ def run_script(request: TrainRequest) -> None:
             stack.enter_context(run.in_use())
         # A script may not be made to run twice: its restarts, unlike a config's, must be asked for.
         restarts = config.launch.max_restarts if request.asks_for("launch.max_restarts") else 0
-        more = {"env": config.launch.env}
+        more = (
+            {"env": config.launch.env}
+            if joined is None
+            else joined.job_options(config, is_script=True)
+        )
+        more["env"] = {RUN_DIR: str(run.path.absolute()), **more["env"]}
         job = LocalJob(
             command=command,
             nproc=config.launch.nproc,
@@ -54,7 +60,7 @@ def run_script(request: TrainRequest) -> None:
             grace=config.launch.grace,
             # What a script does between two collectives is its own affair: only reported.
             hang_watcher=lambda: HangOverseer(action="wait", events_dir=run.path),
-            **(more if joined is None else joined.job_options(config, is_script=True)),
+            **more,
         )
         try:
             launch(job)

@@ -46,8 +46,12 @@ class TrainCommand(TyperCommand):
 
 def _unknown(option: str, args: Sequence[str], known: Sequence[str]) -> str:
     """What to say of ``option``, which the command does not have."""
+    from paceline.compat.horovod.runner.arguments import is_horovodrun, read_horovodrun
     from paceline.config.keys import FIELDS, nearest, section_of, suggest
+    from paceline.options.habits import habit_of
 
+    if is_horovodrun(args):
+        return read_horovodrun(args).answer()
     script = _script_in(args)
     own, after = _split_at(args, script)
     if (found := translate(own)).typed:
@@ -61,6 +65,10 @@ def _unknown(option: str, args: Sequence[str], known: Sequence[str]) -> str:
             f"{option}: no such option of paceline train; arguments of the script go after --, as "
             f"in: {shlex.join(command)}"
         )
+    if (habit := habit_of(option)) is not None:
+        if told := habit.meaning.on_command_line:
+            return f"{option}: no such option; here that is: {told}"
+        return f"{option}: no such option. {habit.meaning.sentence().rstrip('.')}"
     near = nearest(option.lstrip("-"), [name.lstrip("-").replace("-", "_") for name in known])
     if near is not None:
         return f"{option}: no such option; did you mean --{near.replace('_', '-')}?"

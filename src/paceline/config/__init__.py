@@ -6,7 +6,7 @@ print(dump(resolve(config)))                               # "auto" made explici
 """
 
 from paceline.config.checks import check
-from paceline.config.code import code_folders, code_notes, with_code
+from paceline.config.code import became, code_folders, code_notes, config_notes, with_code
 from paceline.config.devices import count_gpus
 from paceline.config.loading import load, load_checked
 from paceline.config.lr_schedule import lr_factor, scaled_lr
@@ -32,9 +32,11 @@ __all__ = [
     "Target",
     "Track",
     "Train",
+    "became",
     "check",
     "code_folders",
     "code_notes",
+    "config_notes",
     "count_gpus",
     "dump",
     "import_target",

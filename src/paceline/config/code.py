@@ -41,6 +41,16 @@ def code_notes(config: Config) -> list[str]:
     ]
 
 
+def became(config: Config) -> list[str]:
+    """One line for each key of a DeepSpeed config: what it is in this config."""
+    return list(config._sources.mapped)
+
+
+def config_notes(config: Config) -> list[str]:
+    """What to know of a config before it runs: of its code, and of DeepSpeed's where it has it."""
+    return [f"deepspeed: {note}" for note in config._sources.notes] + code_notes(config)
+
+
 def _own_modules(config: Config) -> Iterator[tuple[str, list[str]]]:
     """Modules that are not installed, each with the folders that have one of its name."""
     folders = code_folders(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path as FilePath
 from typing import Any
@@ -63,11 +64,14 @@ def _parse(
     sources = Sources()
     unreadable: list[str] = []
     data: Mapping[str, Any] = {}
+    overrides = list(overrides)
     try:
-        data = {key: spelled_out(key, value) for key, value in _read(source, sources).items()}
+        data = _with_deepspeed(_read(source, sources), overrides, sources)
+        data = {key: spelled_out(key, value) for key, value in data.items()}
     except ConfigError as error:
         unreadable += error.problems
     merged, override_problems = overriding.apply(data, overrides, sources)
+    merged.pop("deepspeed", None)  # what it asks for is in the sections now
     try:
         check_bounds(merged)
     except ConfigError as error:
@@ -78,6 +82,25 @@ def _parse(
     if override_problems:  # nobody knows what they were to change
         config = None
     return config, sources.messages(problems) + override_problems, [path for path, _ in problems]
+
+
+def _with_deepspeed(
+    data: Mapping[str, Any], overrides: list[str], sources: Sources
+) -> Mapping[str, Any]:
+    """``data`` with the sections that its key ``deepspeed``, or an override of it, stands for."""
+    laid = [text for text in overrides if re.match(r"\s*deepspeed\s*[.=]", text)]
+    if data.get("deepspeed") is None and not laid:
+        return data
+    # Only a config that has the key pays for the table of DeepSpeed's.
+    from paceline.config.deepspeed.sections import expand, loaded
+
+    folder = os.path.dirname(os.path.abspath(sources.origin or "config"))
+    if laid:  # of the whole config, or of single keys in it
+        whole = {"deepspeed": loaded(data.get("deepspeed"), folder)}
+        data = {**data, **overriding.apply(whole, laid, Sources())[0]}
+    expansion = expand(data, folder)
+    sources.mapped, sources.notes = expansion.mapped, expansion.notes
+    return expansion.data
 
 
 def _read(

@@ -69,7 +69,7 @@ def named_targets(config: Config, folders: Sequence[str] = ()) -> Iterator[Named
         yield NamedTarget(at, tracker.target, tracker.args, given=["run_dir"])
 
 
-LENGTHS = ("total_steps", "T_max", "num_training_steps")
+LENGTHS = ("total_steps", "T_max", "num_training_steps", "total_num_steps")
 """What schedulers call the length of the run; it is filled in where the config leaves it out."""
 
 

@@ -26,6 +26,7 @@ from paceline.config.parallelism import (
     CompressSection,
     EMASection,
     LocalStepsSection,
+    LossScalingSection,
     OptionsSection,
     PipelineSection,
     ReductionSection,
@@ -64,6 +65,11 @@ class Config(Section):
         description="Folders in which the modules of targets are looked for first. null: the "
         "folder of this file; in either case the current folder comes next.",
     )
+    deepspeed: str | dict[str, Any] | None = Field(
+        default=None,
+        description="A DeepSpeed config (ds_config.json), or the mapping in it: its settings are "
+        "taken over into the sections below, and null stands here afterwards.",
+    )
     model: Model = Field(default=Model(), description="The model to train.")
     loss: Target | None = Field(
         default=Target(target=demo.LOSS),
@@ -100,6 +106,7 @@ class Config(Section):
         "checkpoint_activations"
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = _engine("precision")
+    loss_scaling: LossScalingSection = _engine("loss_scaling", default=LossScalingSection())
     initial_weights: Literal["rank0", "own"] = _engine("initial_weights")
     randomness: Literal["layout-free", "strict", "fast"] = _engine("randomness")
     compile: bool = _engine("compile")

@@ -23,6 +23,10 @@ class Sources:
 
     origin: str = ""
     places: dict[Path, tuple[int, str]] = field(default_factory=dict)
+    mapped: list[str] = field(default_factory=list)
+    """What each key of another library's config has become."""
+    notes: list[str] = field(default_factory=list)
+    """What is different here from that library."""
 
     def add_lines(self, lines: Mapping[Path, int]) -> None:
         """Keys written in the file ``origin``, each on its line."""

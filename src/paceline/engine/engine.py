@@ -31,6 +31,7 @@ from paceline.options import (
     Compression,
     EngineOptions,
     LocalSteps,
+    LossScaling,
     Pipelining,
     Recompute,
     Reduction,
@@ -64,6 +65,7 @@ class Engine(InferenceEngine, ReportingEngine):
             at once.
         precision: Number format of the forward and backward pass: fp32, bf16 or fp16 (autocast;
             fp16 with a gradient scaler), or fp64, in which the whole model computes.
+        loss_scaling: How fp16 scales its losses.
         clip_norm: Clip the norm of the whole gradient to this. None: no clipping.
         clip_value: Clip each element of the gradient to this. None: no clipping.
         schedule: A function from the step (0, 1, …) to a factor on each group's learning rate,
@@ -116,6 +118,7 @@ class Engine(InferenceEngine, ReportingEngine):
         layout: str | Layout = "auto",
         microbatch: int | None = None,
         precision: PrecisionName = "fp32",
+        loss_scaling: LossScaling | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         schedule: LRSchedule | None = None,
@@ -147,6 +150,7 @@ class Engine(InferenceEngine, ReportingEngine):
             layout=layout,
             microbatch=microbatch,
             precision=precision,
+            loss_scaling=loss_scaling,
             clip_norm=clip_norm,
             clip_value=clip_value,
             schedule=schedule,

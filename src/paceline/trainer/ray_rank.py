@@ -18,6 +18,7 @@ from paceline.config import load
 from paceline.errors import LaunchError
 from paceline.events import Note, RanksStarted, append
 from paceline.launch.engines.ray_orders import RankOrders
+from paceline.launch.environment import RUN_DIR
 from paceline.launch.exit_codes import INTERRUPTED, SAVED_AND_LEFT
 from paceline.launch.logs import attempt_folder, next_attempt
 from paceline.launch.run_folder import RunFolder, has_mark
@@ -124,6 +125,7 @@ def _tell_started(run: RunFolder, attempt: int) -> None:
 
 def _run_script(orders: RankOrders) -> None:
     script = cast(str, orders.script)
+    os.environ[RUN_DIR] = orders.run
     if orders.backend is not None:
         prepare_for(orders.backend)
     sys.argv = [script, *orders.arguments]

@@ -1,0 +1,1 @@
+"""Reading DeepSpeed's configs (``ds_config.json``): every key used, noted or refused by name."""
