@@ -59,6 +59,10 @@ SCRIPTS = [
     Script("horovod", "horovod/adasum.py", lambda ranks: ["--same-data"]),
     # All ranks see the same batch, and Adasum of equal steps is that step.
     Script("horovod", "horovod/synthetic_benchmark.py", lambda ranks: ["--use-adasum"]),
+    # Their batch is the global one already. Without TensorFlow: --only horovod.
+    Script("tensorflow", "tensorflow/keras_fit.py", lambda ranks: []),
+    Script("tensorflow", "tensorflow/custom_loop.py", lambda ranks: []),
+    Script("tensorflow", "tensorflow/callbacks.py", lambda ranks: []),
 ]
 
 

@@ -62,4 +62,4 @@ history = model.fit(
 )
 if index == 0:
     for epoch, loss in zip(history.epoch, history.history["loss"], strict=True):
-        print(f"epoch {epoch}: loss {loss:.4f}", flush=True)
+        print(f"epoch {epoch}: loss {loss:.6f}", flush=True)

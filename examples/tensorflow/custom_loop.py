@@ -53,4 +53,4 @@ def train_step(inputs):
 for epoch in range(3):
     total = sum(float(train_step(batch)) for batch in distributed)
     if config["task"]["index"] == 0:
-        print(f"epoch {epoch}: loss {total / (len(x) // GLOBAL_BATCH):.4f}", flush=True)
+        print(f"epoch {epoch}: loss {total / (len(x) // GLOBAL_BATCH):.6f}", flush=True)

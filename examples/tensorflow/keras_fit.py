@@ -38,4 +38,4 @@ with strategy.scope():
 history = model.fit(dataset, epochs=3, verbose=0)
 if config["task"]["index"] == 0:
     for epoch, loss in enumerate(history.history["loss"]):
-        print(f"epoch {epoch}: loss {loss:.4f}", flush=True)
+        print(f"epoch {epoch}: loss {loss:.6f}", flush=True)
