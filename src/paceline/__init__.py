@@ -93,6 +93,7 @@ _MODULES = (
     "launch",
     "models",
     "options",
+    "schedules",
     "testing",
     "track",
 )

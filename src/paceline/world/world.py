@@ -169,6 +169,11 @@ class World:
         return cls._joined if cls._joined is not None else cls.init()
 
     @classmethod
+    def joined(cls) -> World | None:
+        """The world this process has joined; ``None`` where it has not. Joins none."""
+        return cls._joined
+
+    @classmethod
     def _join(
         cls,
         env: Environment | None,

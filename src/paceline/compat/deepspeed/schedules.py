@@ -81,7 +81,7 @@ class WarmupLR(DeepSpeedSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """``WarmupLR``, and then down to ``warmup_min_lr`` in a straight line by ``total_num_steps``."""
+    """``WarmupLR``, then a straight line down to ``warmup_min_lr`` by ``total_num_steps``."""
 
     def __init__(
         self,
