@@ -433,7 +433,8 @@ WRONG = {
         DataError,
         "fit(train=…) got a TensorDataset: pass global_batch= to the Trainer, the samples per "
         "optimizer step over all ranks, or per_device_batch=, those that one rank puts through "
-        "the model at once."),
+        "the model at once. Where its items are ready batches, wrap it: "
+        "torch.utils.data.DataLoader(data, batch_size=None)."),
 }  # fmt: skip
 
 

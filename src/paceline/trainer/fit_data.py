@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data import Loader, loader, sizes_over
@@ -64,8 +65,41 @@ def check_batch_is_stated(batch: BatchSizes, data: Any, name: str) -> None:
     raise DataError(
         f"{where} got a {type(data).__name__}: pass global_batch= to the Trainer, "
         "the samples per optimizer step over all ranks, or per_device_batch=, those that "
-        "one rank puts through the model at once."
+        "one rank puts through the model at once. Where its items are ready batches, wrap it: "
+        "torch.utils.data.DataLoader(data, batch_size=None)."
     )
+
+
+def check_data(train: Any, val: Any) -> None:
+    """Refuse what other libraries' ``fit`` takes first: a model, or columns of inputs and targets.
+
+    A tuple of columns would be read as a dataset of as many samples as there are columns.
+    """
+    if isinstance(train, nn.Module):
+        raise DataError(
+            f"fit({type(train).__name__}, …): the model belongs to the Trainer, and fit takes the "
+            "data: paceline.Trainer(model, ...).fit(train, val, epochs=3)."
+        )
+    both = _is_column(train) and _is_column(val) and len(train) == len(val)
+    if both and tuple(train.shape[1:]) != tuple(val.shape[1:]):
+        raise DataError(_COLUMNS.format(how="(x, y)"))
+    for name, data in (("train", train), ("val", val)):
+        columns = isinstance(data, tuple) and len(data) > 1 and all(map(_is_column, data))
+        if columns and len({len(column) for column in data}) == 1:
+            raise DataError(_COLUMNS.format(how=f"({name}=(x, y))"))
+
+
+_COLUMNS = (
+    "fit{how}: inputs and targets as columns are one dataset: "
+    "trainer.fit(torch.utils.data.TensorDataset(x, y), epochs=3), with torch.from_numpy for arrays."
+    " Samples that each are a tensor go into a list."
+)
+
+
+def _is_column(data: Any) -> bool:
+    """Whether it is a tensor or an array with a first dimension."""
+    shape = getattr(data, "shape", None)
+    return isinstance(shape, tuple) and len(shape) > 0 and hasattr(data, "dtype")
 
 
 def engine_options(

@@ -60,6 +60,7 @@ from paceline.trainer.callbacks import Callback
 from paceline.trainer.evaluate import Metric
 from paceline.trainer.fit_data import (
     check_batch_is_stated,
+    check_data,
     engine_options,
     expect_all_ranks,
     make_loader,
@@ -251,6 +252,7 @@ class Trainer(InferenceTrainer):
         ``SystemExit`` (143 where the signal came, 75 on the other ranks).
         """
         refuse_unknown(Trainer.fit, unknown, beside=Trainer)
+        check_data(train, val)
         check_length(epochs, steps)
         if self.optimizer is None:
             raise TrainingError(
