@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.data.make_loader import loader as loader
     from paceline.engine import Engine as Engine
     from paceline.engine import StepResult as StepResult
+    from paceline.engine.accelerator import Accelerator as Accelerator
     from paceline.engine.parameter_groups import parameter_groups as parameter_groups
     from paceline.engine.prepare import prepare as prepare
     from paceline.launch.api import LaunchedRun as LaunchedRun
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.options import DataOptions as DataOptions
     from paceline.options import Evaluation as Evaluation
     from paceline.options import LocalSteps as LocalSteps
+    from paceline.options import LossScaling as LossScaling
     from paceline.options import Pipelining as Pipelining
     from paceline.options import Recompute as Recompute
     from paceline.options import Reduction as Reduction
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from paceline.world import collectives as collectives
 
 _HOME = {
+    "Accelerator": "paceline.engine.accelerator",
     "Callback": "paceline.trainer",
     "Checkpointing": "paceline.options",
     "Checkpoints": "paceline.checkpoint.checkpoints",
@@ -59,6 +62,7 @@ _HOME = {
     "Layout": "paceline.layout",
     "EMA": "paceline.options",
     "LocalSteps": "paceline.options",
+    "LossScaling": "paceline.options",
     "ColumnParallelLinear": "paceline.parallel.tensor",
     "Pipelining": "paceline.options",
     "Recompute": "paceline.options",
@@ -89,6 +93,7 @@ _MODULES = (
     "launch",
     "models",
     "options",
+    "schedules",
     "testing",
     "track",
 )
@@ -102,7 +107,11 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"paceline.{name}")
     else:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+        if name.startswith("_"):  # asked for by Python itself, and often
+            raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+        from paceline.options.habits.attributes import answer
+
+        raise AttributeError(answer("paceline", name, [*__all__, *_MODULES]))
     globals()[name] = value
     return value
 

@@ -138,6 +138,16 @@ class RankFailed(LaunchError):
         self.would_recur = would_recur
         super().__init__(message)
 
+    def followed_by(self, text: str) -> RankFailed:
+        """The same error, with what to do next on lines of its own."""
+        return RankFailed(
+            f"{self}\n{text}",
+            rank=self.rank,
+            exit_code=self.exit_code,
+            traceback=self.traceback,
+            would_recur=self.would_recur,
+        )
+
 
 class MissingExtra(PacelineError, ImportError):
     """An optional package that is not installed."""

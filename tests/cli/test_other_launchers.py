@@ -81,21 +81,18 @@ def test_each_that_is_taken_is_ours() -> None:
 
 # an override, and what the config says to it
 KEYS = {
-    "launch.devices=4": "'launch.nproc'? (how many ranks on each machine)",
-    "launch.backend=nccl": "'launch.device'? (cpu or cuda: ranks talk over Gloo on CPUs, over NCCL "
-    "on GPUs)",
-    "launch.nproc_per_node=4": "'launch.nproc'?",
-    "launch.gpus=4": "'launch.nproc'?",
-    "launch.num_nodes=2": "'launch.nnodes'?",
-    "launch.master_addr=a": "'launch.rdzv'? (HOST:PORT)",
-    "strategy=ddp": "'layout'? (ddp: auto; fsdp: zero=3; deepspeed: zero=1, zero=2 or zero=3 for "
-    "its stages)",
-    "accelerator=gpu": "'launch.device'? (auto, cpu or cuda)",
-    "devices=4": "'launch.nproc'? (how many ranks on each machine)",
-    "num_nodes=2": "'launch.nnodes'?",
-    "backend=gloo": "'launch.device'? (cpu or cuda: ranks talk over Gloo on CPUs, over NCCL on "
-    "GPUs)",
-    "fsdp=true": "'layout'? (zero=3)",
+    "launch.devices=4": "'launch.nproc'? (like launch.nproc: 4; how many ranks on each machine)",
+    "launch.backend=nccl": "'launch.device'? (like launch.device: cpu; cpu or cuda: ranks talk over Gloo on CPUs, over NCCL on GPUs)",
+    "launch.nproc_per_node=4": "'launch.nproc'? (like launch.nproc: 4; how many ranks on each machine)",
+    "launch.gpus=4": "'launch.nproc'? (like launch.nproc: 4; how many ranks on each machine)",
+    "launch.num_nodes=2": "'launch.nnodes'? (like launch.nnodes: 2)",
+    "launch.master_addr=a": "'launch.rdzv'? (like launch.rdzv: node0:29400; HOST:PORT)",
+    "strategy=ddp": "'layout'? (like layout: zero=3; ddp: auto; fsdp: zero=3; deepspeed: zero=1, zero=2 or zero=3 for its stages)",
+    "accelerator=gpu": "'launch.device'? (like launch.device: cpu; auto, cpu or cuda)",
+    "devices=4": "'launch.nproc'? (like launch.nproc: 4; how many ranks on each machine)",
+    "num_nodes=2": "'launch.nnodes'? (like launch.nnodes: 2)",
+    "backend=gloo": "'launch.device'? (like launch.device: cpu; cpu or cuda: ranks talk over Gloo on CPUs, over NCCL on GPUs)",
+    "fsdp=true": "'layout'? (like layout: zero=3)",
     "precision=bf16-mixed": "'bf16'?",
     "precision=16-mixed": "'fp16'?",
     "precision=32-true": "'fp32'?",

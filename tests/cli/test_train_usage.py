@@ -112,15 +112,12 @@ def train(
         (["--run_dir", "d"], ["--run_dir: no such option; did you mean --run-dir?"]),
         (
             ["c.yaml", "--batch-size=3"],
-            [
-                "--batch-size: no such option; a value of the config is set by --set "
-                "batch.global_batch=…"
-            ],
+            ["--batch-size: no such option; here that is: --set batch.global_batch=32"],
         ),
         (
             ["--zebra"],
             [
-                "--zebra: no such option; there are --script, --nproc, --nnodes, --rdzv, "
+                "--zebra: no such option; there are --script, --backend, --nproc, --nnodes, --rdzv, "
                 "--secret-file, --layout, --on, --hosts, --hostfile, --dry-run, --apply, --set, "
                 "--resume, --which, --run-dir, --name, --tag, "
                 "--max-restarts, --share-gpu. Any value of the config is set by --set key=value"

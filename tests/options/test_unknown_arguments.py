@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.config.keys import FIELDS
 from paceline.errors import DataError, TrainingError
-from paceline.options.other_names import ELSEWHERE
 from paceline.options.reference import OWNERS
 
 
@@ -34,42 +32,29 @@ def loader(**options: Any) -> Any:
     return paceline.loader([1, 2], **options)
 
 
-def prepare(**options: Any) -> Any:
-    model = nn.Linear(1, 1)
-    return paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), **options)
-
-
 CASES: list[tuple[Callable[..., Any], str, str]] = [
-    (trainer, "gradient_accumulation_steps", "It is called accumulate here."),
     (trainer, "globl_batch", "Did you mean global_batch?"),
-    (trainer, "epochs", "Pass it to fit(epochs=…)."),
-    (trainer, "max_epochs", "Pass it to fit(epochs=…)."),
-    (trainer, "num_workers", "Pass data=paceline.DataOptions(workers=…)."),
     (trainer, "workers", "Pass data=paceline.DataOptions(workers=…)."),
-    (trainer, "default_root_dir", "It is called run_dir here."),
-    (trainer, "save_top_k", "Pass checkpoint=paceline.Checkpointing(keep_best=…)."),
-    (trainer, "save_steps", "Pass checkpoint=paceline.Checkpointing(every=…)."),
-    (trainer, "eval_steps", "Pass evaluation=paceline.Evaluation(every=…)."),
-    (trainer, "learning_rate", "It is the optimizer's: pass it where you make that."),
-    (engine, "mixed_precision", "It is called precision here."),
-    (engine, "gradient_checkpointing", "It is called checkpoint_activations here."),
-    (engine, "batch_size", "Pass it to loader(global_batch=…)."),
+    (trainer, "keep_every", "Pass checkpoint=paceline.Checkpointing(keep_every=…)."),
+    (trainer, "nproc", "Pass it to fit(nproc=…)."),
     (engine, "offload", "Pass sharding=paceline.Sharding(offload=…)."),
-    (fit, "num_train_epochs", "It is called epochs here."),
-    (fit, "max_steps", "It is called steps here."),
-    (fit, "batch_size", "Pass it to Trainer(global_batch=…)."),
+    (engine, "global_batch", "Pass it to loader(global_batch=…)."),
     (fit, "layout", "Pass it to Trainer(layout=…)."),
     (fit, "resumed", "Did you mean resume?"),
-    (loader, "batch_size", "It is called global_batch here."),
-    (loader, "num_workers", "It is called workers here."),
     (loader, "shufle", "Did you mean shuffle?"),
-    (prepare, "gradient_accumulation_steps", "It is called accumulate here."),
-    (paceline.Checkpointing, "save_total_limit", "It is called keep here."),
-    (paceline.Checkpointing, "monitor", "It is called best here."),
+    (paceline.Checkpointing, "save_total_limit", "It is called keep here: Checkpointing(keep=3)."),
+    (paceline.Checkpointing, "save_steps", "It is called every here: Checkpointing(every=100)."),
+    (
+        paceline.Checkpointing,
+        "checkpoint_at_end",
+        "It is called save_at_end here: Checkpointing(save_at_end=False).",
+    ),
+    (paceline.Checkpointing, "monitor", "It is called best here: Checkpointing(best='loss')."),
+    (paceline.Checkpointing, "metric", "It is called best here."),
     (paceline.Checkpointing, "evry", "Did you mean every?"),
-    (paceline.Evaluation, "eval_steps", "It is called every here."),
+    (paceline.Evaluation, "eval_steps", "It is called every here: Evaluation(every=100)."),
     (paceline.Compression, "warmup", "Did you mean warmup_steps?"),
-    (paceline.DataOptions, "num_workers", "It is called workers here."),
+    (paceline.DataOptions, "num_workers", "It is called workers here: DataOptions(workers=4)."),
 ]
 
 
@@ -81,7 +66,7 @@ def test_an_unknown_argument_is_answered_with_the_one_that_was_meant(
     with pytest.raises(error) as caught:
         call(**{name: 1})
     taker = call.__name__ if call not in (trainer, engine) else call.__name__.capitalize()
-    assert str(caught.value).startswith(f"{taker} got an unknown argument {name}. {hint} It takes ")
+    assert str(caught.value) == f"{taker} got an unknown argument {name}. {hint}"
 
 
 @pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: owner.__name__)
@@ -90,8 +75,3 @@ def test_every_class_of_options_refuses_unknown_names_and_keeps_its_signature(ow
         owner(zzzz=1)
     fields = [field.name for field in dataclasses.fields(owner)]
     assert [*inspect.signature(owner).parameters] == fields
-
-
-def test_what_other_frameworks_call_a_key_names_one_that_there_is() -> None:
-    free = ("optimizer.args.betas", "optimizer.args.eps", "optimizer.args.momentum")
-    assert all(key in free or tuple(key.split(".")) in FIELDS for key in ELSEWHERE.values())

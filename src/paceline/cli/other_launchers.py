@@ -6,6 +6,7 @@ with the whole command to use instead.
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ SAME = {
     "--max_restarts": "--max-restarts",
 }
 """By their name, ours."""
+
+PROCESS_GROUPS = ("gloo", "nccl", "mpi", "ucc", "xccl")
+"""What other launchers mean by ``--backend``: torch's process groups; ours names a library."""
 
 _RANKS = ("--num-gpus", "--gpus-per-node", "--gpus", "--devices", "--num-procs", "--nprocs")
 _ALL_RANKS = ("--num-processes", "-np", "-n", "--np")
@@ -84,6 +88,14 @@ def with_our_names(args: Sequence[str]) -> list[str]:
     return [*named, *args[end:]]
 
 
+def names_process_group(args: Sequence[str]) -> bool:
+    """Whether ``args`` have another launcher's ``--backend``, like ``--backend nccl``."""
+    words = " ".join(args).replace("--backend=", "--backend ").split()
+    return any(
+        name == "--backend" and value in PROCESS_GROUPS for name, value in itertools.pairwise(words)
+    )
+
+
 def translate(args: Sequence[str]) -> Translation:
     """What ``args``, up to where a script's own begin, are in our options."""
     found = Translation()
@@ -99,7 +111,8 @@ def translate(args: Sequence[str]) -> Translation:
                 arg = f"{arg} {rest.pop(0)}"
             _take_switch(found, plain, arg)
             continue
-        if not _has_value(plain):
+        given = value if equals else next(iter(rest), "")
+        if not _has_value(plain) or (plain == "--backend" and given not in PROCESS_GROUPS):
             found.arguments.append(arg)
             continue
         if not equals:

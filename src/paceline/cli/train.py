@@ -29,6 +29,13 @@ def train(
         str | None,
         typer.Option(metavar="FILE", help="Run this torchrun-style script instead of a config."),
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIBRARY",
+            help="With --script: the library it is written for: torch, horovod or tensorflow.",
+        ),
+    ] = None,
     nproc: Annotated[
         str | None, typer.Option(metavar="N", help="How many ranks; else one per GPU, or 2.")
     ] = None,
@@ -160,6 +167,7 @@ def train(
             apply=apply,
             which=which,
             auto=resume == AUTO,
+            backend=backend,
         )
         request.check(layout)
         allocation = None

@@ -185,13 +185,7 @@ def _launch(
     except RankFailed as error:
         if error.would_recur and not has_checkpoint(run):
             raise  # to start it again would only repeat it
-        raise RankFailed(
-            f"{error}\n{not_taken(run, settings)}{resume_hint(run)}",
-            rank=error.rank,
-            exit_code=error.exit_code,
-            traceback=error.traceback,
-            would_recur=error.would_recur,
-        ) from None
+        raise error.followed_by(f"{not_taken(run, settings)}{resume_hint(run)}") from None
 
 
 def _hang_watcher(config: Config, run: RunFolder) -> HangOverseer:

@@ -130,12 +130,7 @@ def _shown(run: RunFolder, request: TrainRequest, config: Config) -> Iterator[No
     except RankFailed as error:
         if is_script:
             raise
-        raise RankFailed(
-            f"{error}\n{resume_hint(run)}",
-            rank=error.rank,
-            exit_code=error.exit_code,
-            traceback=error.traceback,
-        ) from None
+        raise error.followed_by(resume_hint(run)) from None
     if not is_script:
         source = next(iter(request.configs), None)
         say_done(config, run, source, resumed=request.resume is not None)
@@ -146,6 +141,7 @@ def _arguments(request: TrainRequest) -> list[str]:
     given = [text for text in (*request.flags, *request.overrides) if not _is_for_engine(text)]
     if request.script is not None:
         source = ["--script", os.path.abspath(request.script)]
+        source += [] if request.backend is None else ["--backend", request.backend]
     else:
         source = [os.path.abspath(config) for config in request.configs]
     return [*source, *(word for text in given for word in ("--set", text))]

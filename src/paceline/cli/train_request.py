@@ -8,6 +8,8 @@ from pathlib import Path
 
 from paceline.checkpoint.locate import which_named
 from paceline.cli.train_usage import resume_problem, script_problem
+from paceline.compat.backends import check_backend
+from paceline.compat.backends import script_problem as backend_problem
 from paceline.config import Config, load, load_checked
 from paceline.config.checks import node_problems
 from paceline.config.launch_engines import ENGINES
@@ -33,6 +35,8 @@ class TrainRequest:
     which: str | None = None
     auto: bool = False
     """Go on with the run in ``run_dir`` if there is one, else start it (``--resume auto``)."""
+    backend: str | None = None
+    """The library that the script is written for, as ``paceline.compat.backends`` has it."""
     _adjusted: dict[str, str] = field(default_factory=dict)
     _engine: str | None = None
 
@@ -48,6 +52,12 @@ class TrainRequest:
             problems.append(f"one CONFIG at most; got {', '.join(self.configs)}")
         if self.script is not None:
             problems += self._problems_with_script(layout)
+        elif self.backend is not None:
+            problems.append(
+                f"--backend {self.backend}: for scripts only, which it says how to run; name one "
+                "with --script FILE. Where a config's ranks compute is launch.device, as in --set "
+                "launch.device=cpu"
+            )
         elif self.script_arguments:
             problems.append(
                 f"{' '.join(self.script_arguments)}: arguments after -- are for a script; name it "
@@ -160,9 +170,18 @@ class TrainRequest:
 
     def _problems_with_script(self, layout: str | None) -> list[str]:
         assert self.script is not None
-        problems = []
+        problems: list[str] = []
+        if self.backend is not None:
+            try:
+                check_backend(self.backend)
+            except ConfigError as error:
+                problems += error.problems
         if problem := script_problem(self.script):
             problems.append(f"--script {self.script}: {problem}")
+        elif self.backend is not None and (
+            problem := backend_problem(self.backend, Path(self.script))
+        ):
+            problems.append(f"--script {self.script} --backend {self.backend}: {problem}")
         if self.configs:
             problems.append(
                 f"--script {self.script} with CONFIG {self.configs[0]}: give one or the other; "

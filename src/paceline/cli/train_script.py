@@ -9,7 +9,9 @@ from paceline.cli.console import say
 from paceline.cli.train_nodes import meet_about, refuse_copies
 from paceline.cli.train_report import exit_status, say_where
 from paceline.cli.train_request import TrainRequest
+from paceline.compat.backends import check_installed
 from paceline.config import resolve
+from paceline.launch.environment import RUN_DIR
 from paceline.launch.run_choice import RunChoice
 
 
@@ -21,6 +23,8 @@ def run_script(request: TrainRequest) -> None:
     from paceline.launch.restart_policy import RestartLimits
 
     assert request.script is not None
+    if request.backend is not None:
+        check_installed(request.backend)
     script = Path(request.script)
     # Only for the number of ranks and restarts: what the demo would say to it is no matter.
     config = resolve(request.load(None, checked=False))
@@ -28,7 +32,8 @@ def run_script(request: TrainRequest) -> None:
     refuse_copies(config)
     assert isinstance(config.launch.nproc, int)
     choice = RunChoice(run_dir=request.run_dir, name=script.stem, auto=request.auto)
-    command = ["script", str(script), *request.script_arguments]
+    backend = [] if request.backend is None else ["--backend", request.backend]
+    command = [*backend, "script", str(script), *request.script_arguments]
     with contextlib.ExitStack() as stack:
         joined = None
         if config.launch.rdzv is not None:
@@ -40,7 +45,12 @@ def run_script(request: TrainRequest) -> None:
             stack.enter_context(run.in_use())
         # A script may not be made to run twice: its restarts, unlike a config's, must be asked for.
         restarts = config.launch.max_restarts if request.asks_for("launch.max_restarts") else 0
-        more = {"env": config.launch.env}
+        more = (
+            {"env": config.launch.env}
+            if joined is None
+            else joined.job_options(config, is_script=True)
+        )
+        more["env"] = {RUN_DIR: str(run.path.absolute()), **more["env"]}
         job = LocalJob(
             command=command,
             nproc=config.launch.nproc,
@@ -50,7 +60,7 @@ def run_script(request: TrainRequest) -> None:
             grace=config.launch.grace,
             # What a script does between two collectives is its own affair: only reported.
             hang_watcher=lambda: HangOverseer(action="wait", events_dir=run.path),
-            **(more if joined is None else joined.job_options(config, is_script=True)),
+            **more,
         )
         try:
             launch(job)

@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from paceline.cli.other_launchers import translate, with_our_names
+from paceline.cli.other_launchers import names_process_group, translate, with_our_names
 
 _CONFIGS = (".yaml", ".yml", ".json")
 
@@ -23,6 +23,12 @@ class TrainCommand(TyperCommand):
         """Parse ``args``; an unknown option is a ConfigError that says where it belongs."""
         args = with_our_names(args)
         given = list(args)
+        if names_process_group(given):
+            own, after = _split_at(given, _script_in(given))
+            if names_process_group(own):
+                from paceline.errors import ConfigError
+
+                raise ConfigError(translate(own).answer(after))
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -40,8 +46,13 @@ class TrainCommand(TyperCommand):
 
 def _unknown(option: str, args: Sequence[str], known: Sequence[str]) -> str:
     """What to say of ``option``, which the command does not have."""
+    from paceline.compat.horovod.runner.arguments import is_horovodrun, read_horovodrun
     from paceline.config.keys import FIELDS, nearest, section_of, suggest
+    from paceline.options.habits import habit_of
 
+    trains_config = any(arg.endswith(_CONFIGS) for arg in args)
+    if is_horovodrun(args) and not trains_config:
+        return read_horovodrun(args).answer()
     script = _script_in(args)
     own, after = _split_at(args, script)
     if (found := translate(own)).typed:
@@ -55,6 +66,10 @@ def _unknown(option: str, args: Sequence[str], known: Sequence[str]) -> str:
             f"{option}: no such option of paceline train; arguments of the script go after --, as "
             f"in: {shlex.join(command)}"
         )
+    if (habit := habit_of(option)) is not None:
+        if told := habit.meaning.on_command_line:
+            return f"{option}: no such option; here that is: {told}"
+        return f"{option}: no such option. {habit.meaning.sentence().rstrip('.')}"
     near = nearest(option.lstrip("-"), [name.lstrip("-").replace("-", "_") for name in known])
     if near is not None:
         return f"{option}: no such option; did you mean --{near.replace('_', '-')}?"

@@ -13,24 +13,7 @@ from pydantic.fields import FieldInfo
 from paceline.config.schema import Config
 from paceline.config.sources import Path
 from paceline.credentials import Secret
-from paceline.options.other_names import ELSEWHERE, IN_SECTION
-
-_NOTES = {
-    "accelerator": "auto, cpu or cuda",
-    "amp": "like precision: bf16",
-    "backend": "cpu or cuda: ranks talk over Gloo on CPUs, over NCCL on GPUs",
-    "batch_size": "samples per step over all ranks; batch.per_device_batch: on each of them",
-    "bf16": "like precision: bf16",
-    "devices": "how many ranks on each machine",
-    "fp16": "like precision: fp16",
-    "fsdp": "zero=3",
-    "master_addr": "HOST:PORT",
-    "master_port": "HOST:PORT",
-    "min_lr": "a fraction of the full rate",
-    "strategy": "ddp: auto; fsdp: zero=3; deepspeed: zero=1, zero=2 or zero=3 for its stages",
-    "warmup_ratio": "a number of steps",
-}
-"""What to know when the other framework's key means something slightly different."""
+from paceline.options.habits import HABITS, IN_SECTION, SECTIONS, Habit, habit_of
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -117,10 +100,13 @@ def suggest(section: Path, key: str) -> Path | None:
     """The key that was probably meant by the unknown ``key`` of ``section``, if any comes near."""
     here = keys_of(section)
     word = key.lower().replace("-", "_")
-    if IN_SECTION.get(word) in here:
-        return (*section, IN_SECTION[word])
-    if word in ELSEWHERE:
-        return tuple(ELSEWHERE[word].split("."))
+    for one in IN_SECTION.get(word, ()):
+        if one in here:
+            return (*section, one)
+    if word in SECTIONS:
+        return (SECTIONS[word],)
+    if (habit := _habit_of(word)) is not None:
+        return tuple(habit.meaning.key.split(".")) if habit.meaning.key else None
     if (near := nearest(word, here)) is not None:
         return (*section, near)
     plain = [path for path in FIELDS if ANY not in path]
@@ -128,19 +114,30 @@ def suggest(section: Path, key: str) -> Path | None:
     if elsewhere:
         return elsewhere[0]
     leaves = {path[-1]: path for path in reversed(plain)}
-    near = nearest(word, leaves, cutoff=0.8) or nearest(word, ELSEWHERE, cutoff=0.85)
-    if near is None:
-        return None
-    return leaves[near] if near in leaves else tuple(ELSEWHERE[near].split("."))
+    if (near := nearest(word, leaves, cutoff=0.8)) is not None:
+        return leaves[near]
+    known = [name for name, habit in HABITS.items() if habit.in_config and habit.meaning.key]
+    near = nearest(word, known, cutoff=0.85)
+    return None if near is None else tuple((HABITS[near].meaning.key or "").split("."))
+
+
+def _habit_of(word: str) -> Habit | None:
+    """What is known of a key from other libraries, where a config does not have it."""
+    habit = habit_of(word)
+    return habit if habit is not None and habit.in_config else None
 
 
 def unknown_key(written: Path, section: Path, meant: Path | None) -> str:
     """The text for the unknown key ``written``, which stands in (what was meant by) ``section``."""
     key = ".".join(written)
+    habit = _habit_of(written[-1])
     if meant is not None:
-        note = _NOTES.get(written[-1])
-        return (
-            f"unknown key {key!r}; did you mean {'.'.join(meant)!r}?{f' ({note})' if note else ''}"
-        )
+        dotted, like = ".".join(meant), ""
+        if habit is not None and habit.meaning.key == dotted:
+            note = habit.meaning.note
+            like = f" (like {habit.meaning.in_config}{f'; {note}' if note else ''})"
+        return f"unknown key {key!r}; did you mean {dotted!r}?{like}"
+    if habit is not None:
+        return f"unknown key {key!r}. {habit.meaning.sentence().rstrip('.')}"
     where = f"{'.'.join(section)!r} has" if section else "the keys of a config are"
     return f"unknown key {key!r}; {where} {', '.join(keys_of(section))}"

@@ -19,6 +19,7 @@ from paceline.options import (
     Compression,
     Form,
     LocalSteps,
+    LossScaling,
     Pipelining,
     Reduction,
     Sharding,
@@ -27,7 +28,7 @@ from paceline.options import (
 
 _sharding, _tensor, _pipeline = keys_of(Sharding), keys_of(TensorParallel), keys_of(Pipelining)
 _compress, _local, _reduction = keys_of(Compression), keys_of(LocalSteps), keys_of(Reduction)
-_ema = keys_of(EMA)
+_ema, _scaling = keys_of(EMA), keys_of(LossScaling)
 
 
 def spelled_out(section: str, value: Any) -> Any:
@@ -159,6 +160,19 @@ class EMASection(OptionsSection):
         """For the engine."""
         decay, rest = self.decay, self.model_dump(exclude={"decay"})
         return None if decay is None else EMA(decay=decay, **rest)
+
+
+class LossScalingSection(OptionsSection):
+    """The gradient scaler of fp16."""
+
+    init_scale: float = _scaling("init_scale")
+    growth_factor: float = _scaling("growth_factor")
+    backoff_factor: float = _scaling("backoff_factor")
+    growth_interval: int = _scaling("growth_interval")
+
+    def options(self) -> LossScaling:
+        """For the engine."""
+        return LossScaling(**self.model_dump())
 
 
 class ReductionSection(OptionsSection):

@@ -26,6 +26,7 @@ from paceline.config.parallelism import (
     CompressSection,
     EMASection,
     LocalStepsSection,
+    LossScalingSection,
     OptionsSection,
     PipelineSection,
     ReductionSection,
@@ -105,6 +106,7 @@ class Config(Section):
         "checkpoint_activations"
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = _engine("precision")
+    loss_scaling: LossScalingSection = _engine("loss_scaling", default=LossScalingSection())
     initial_weights: Literal["rank0", "own"] = _engine("initial_weights")
     randomness: Literal["layout-free", "strict", "fast"] = _engine("randomness")
     compile: bool = _engine("compile")

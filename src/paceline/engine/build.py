@@ -43,6 +43,7 @@ from paceline.world import World
 # Ranks with different ones would not compute one step; most others would not even meet.
 _SAME_ON_ALL_RANKS = (
     "precision",
+    "loss_scaling",
     "clip_norm",
     "clip_value",
     "nonfinite",
@@ -68,7 +69,12 @@ def build(
 
     A collective: all ranks start from one model and one optimizer.
     """
-    precision = Precision(options.precision, world.device, sharded=bool(layout.beyond_dp))
+    precision = Precision(
+        options.precision,
+        world.device,
+        sharded=bool(layout.beyond_dp),
+        scaling=options.loss_scaling,
+    )
     if options.sync_batchnorm:
         model = sync_batchnorm.convert(model)
     module = LossModule(model, loss, options.forward, options.count)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch.optim import Optimizer
 
 from paceline.engine.ema import AveragedWeights
 from paceline.engine.freezing import Freezing
 from paceline.engine.learning_rate import LearningRate
 from paceline.engine.loss import LossModule
+from paceline.engine.loss_scale import AgreedScaler
 from paceline.engine.microbatches import Microbatches
 from paceline.engine.model_setup import ModelSetup
 from paceline.engine.nonfinite import NonFiniteCheck
@@ -54,6 +56,11 @@ class StepContext:
     """Whether the model is in evaluation mode, by ``paceline.Engine.evaluating``."""
     clock: StepClock | None = None
     """Set by whoever wants to know where the time of the next steps goes; see step_timing.py."""
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | AgreedScaler | None:
+        """That of fp16."""
+        return self.precision.scaler
 
     def kept_average(self) -> AveragedWeights:
         """The average of the weights; raises where none is kept."""

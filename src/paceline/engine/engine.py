@@ -6,7 +6,7 @@ The step itself is ``paceline.engine.step.run_step``; ``build.py`` puts the part
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,6 +31,7 @@ from paceline.options import (
     Compression,
     EngineOptions,
     LocalSteps,
+    LossScaling,
     Pipelining,
     Recompute,
     Reduction,
@@ -41,6 +42,7 @@ from paceline.options.arguments import refuse_unknown
 from paceline.options.ema import Weights, check_weights
 from paceline.options.engine import InitialWeights, Nonfinite, Randomness
 from paceline.options.engine import Precision as PrecisionName
+from paceline.options.habits.attributes import missing_attribute
 from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
 from paceline.parallel.distributed_model import DistributedModel
@@ -64,6 +66,7 @@ class Engine(InferenceEngine, ReportingEngine):
             at once.
         precision: Number format of the forward and backward pass: fp32, bf16 or fp16 (autocast;
             fp16 with a gradient scaler), or fp64, in which the whole model computes.
+        loss_scaling: How fp16 scales its losses.
         clip_norm: Clip the norm of the whole gradient to this. None: no clipping.
         clip_value: Clip each element of the gradient to this. None: no clipping.
         schedule: A function from the step (0, 1, …) to a factor on each group's learning rate,
@@ -116,6 +119,7 @@ class Engine(InferenceEngine, ReportingEngine):
         layout: str | Layout = "auto",
         microbatch: int | None = None,
         precision: PrecisionName = "fp32",
+        loss_scaling: LossScaling | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         schedule: LRSchedule | None = None,
@@ -147,6 +151,7 @@ class Engine(InferenceEngine, ReportingEngine):
             layout=layout,
             microbatch=microbatch,
             precision=precision,
+            loss_scaling=loss_scaling,
             clip_norm=clip_norm,
             clip_value=clip_value,
             schedule=schedule,
@@ -233,6 +238,11 @@ class Engine(InferenceEngine, ReportingEngine):
         Every rank must call it. To be called after the last step; the trainer does.
         """
         return self._sync.synchronise()
+
+    if not TYPE_CHECKING:  # a type checker knows which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            return missing_attribute(self, "Engine", name)
 
     # ------------------------------------------------------------------ state
 

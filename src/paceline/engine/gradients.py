@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
 
 from paceline.parallel.dtensor import local
 from paceline.torch_internals import multiply_all
@@ -16,7 +16,7 @@ from paceline.world import World
 
 
 class Gradients:
-    """The gradients that ``optimizer`` is about to use; parameters without one are left out.
+    """The gradients of ``parameters``; those without one are left out.
 
     ``counts`` tells which of them enter the norm on this rank, where several ranks hold the same
     one; the norm is then that of all ranks' together. ``device`` is where the ranks meet, those
@@ -25,12 +25,11 @@ class Gradients:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        parameters: Iterable[Any],
         counts: Callable[[nn.Parameter], bool] | None,
         device: torch.device,
     ) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._parameters = [p for p in held if p.grad is not None]
+        self._parameters = [p for p in parameters if p.grad is not None]
         self._counts, self._device = counts, device
         for parameter in self._parameters:
             if parameter.grad.is_sparse:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.options import LossScaling
 from paceline.parallel.dtensor import local
 
 
@@ -17,14 +18,20 @@ class AgreedScaler:
 
     torch's looks at the gradients of its own rank, and takes plain tensors or DTensors, not both:
     here an overflow on any rank makes every rank leave the step out and lower its scale. The ranks
-    meet on ``device``, those without a gradient of their own too.
+    meet on ``device``, those without a gradient of their own too. ``alone``: they have no need to,
+    since every rank has the whole gradient.
     """
 
-    def __init__(self, device: torch.device, scale: float = 65536.0) -> None:
-        self._device, self._scale = device, scale
+    def __init__(
+        self, device: torch.device, settings: LossScaling = LossScaling(), *, alone: bool = False
+    ) -> None:
+        self._device, self._alone = device, alone
+        self._scale = settings.init_scale
         self._steps_since_growth = 0
-        self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 2000
-        self._overflowed = False
+        self._growth_factor = settings.growth_factor
+        self._backoff_factor = settings.backoff_factor
+        self._growth_interval = settings.growth_interval
+        self._overflowed: dict[int, bool] = {}  # by optimizer, since the last update
 
     def get_scale(self) -> float:
         """What losses are multiplied by now."""
@@ -37,7 +44,7 @@ class AgreedScaler:
     def unscale_(self, optimizer: Optimizer) -> None:
         """Take the scale out of the gradients, and see on all ranks whether any overflowed."""
         gradients = [
-            local(parameter.grad)
+            values_of(parameter.grad)
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
@@ -46,17 +53,22 @@ class AgreedScaler:
         for gradient in gradients:
             gradient.mul_(1 / self._scale)
             bad += (~gradient.isfinite()).any().to(bad)
-        dist.all_reduce(bad)
-        self._overflowed = bool(bad)
+        if not self._alone:
+            dist.all_reduce(bad)
+        self._overflowed[id(optimizer)] = bool(bad)
+
+    def overflowed(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients that were last unscaled for ``optimizer`` are not finite."""
+        return self._overflowed.get(id(optimizer), False)
 
     def step(self, optimizer: Optimizer) -> None:
         """Update the parameters, unless the gradients overflowed."""
-        if not self._overflowed:
+        if not self.overflowed(optimizer):
             optimizer.step()
 
     def update(self) -> None:
         """Lower the scale after an overflow; raise it after many steps without."""
-        if self._overflowed:
+        if any(self._overflowed.values()):
             self._scale *= self._backoff_factor
             self._steps_since_growth = 0
         else:
@@ -64,7 +76,7 @@ class AgreedScaler:
             if self._steps_since_growth == self._growth_interval:
                 self._scale *= self._growth_factor
                 self._steps_since_growth = 0
-        self._overflowed = False
+        self._overflowed.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """In the form of torch's, so that a run can go on at any layout."""
@@ -83,3 +95,8 @@ class AgreedScaler:
         self._backoff_factor = state["backoff_factor"]
         self._growth_interval = state["growth_interval"]
         self._steps_since_growth = state["_growth_tracker"]
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """What can be measured and scaled of this rank's part of a gradient; shares its memory."""
+    return gradient._values() if gradient.is_sparse else local(gradient)

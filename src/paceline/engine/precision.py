@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.engine.loss_scale import AgreedScaler
 from paceline.errors import TrainingError
 from paceline.formatting import one_of
+from paceline.options import LossScaling
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,14 +29,21 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 class Precision:
     """The number format of a run: casts the model once, wraps each forward, scales fp16 losses."""
 
-    def __init__(self, name: str, device: torch.device, *, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        sharded: bool = False,
+        scaling: LossScaling = LossScaling(),
+    ) -> None:
         if name not in PRECISIONS:
             raise TrainingError(f"precision={name!r} must be {one_of(PRECISIONS)}.")
         self.name = name
         self.device = device
         self.device_types = [device.type]  # more than one under a device map
         # The scaler keeps small fp16 gradients from vanishing; it has state, so it is saved.
-        self.scaler = _scaler(device, sharded) if name == "fp16" else None
+        self.scaler = _scaler(device, sharded, scaling) if name == "fp16" else None
 
     @property
     def batch_dtype(self) -> torch.dtype | None:
@@ -62,9 +71,13 @@ class Precision:
             yield
 
 
-def _scaler(device: torch.device, sharded: bool) -> torch.amp.GradScaler | AgreedScaler:
+def _scaler(
+    device: torch.device, sharded: bool, scaling: LossScaling
+) -> torch.amp.GradScaler | AgreedScaler:
     """A gradient scaler; where ranks hold parts of the gradient, one on which they all agree."""
-    return AgreedScaler(device) if sharded else torch.amp.GradScaler(device.type)
+    if sharded:
+        return AgreedScaler(device, scaling)
+    return torch.amp.GradScaler(device.type, **dataclasses.asdict(scaling))
 
 
 class _StayDouble(TorchFunctionMode):

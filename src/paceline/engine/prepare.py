@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Never
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -20,26 +16,21 @@ from paceline.engine.arguments import check_model
 from paceline.engine.batch import batch_size, move, placeholder, split_into
 from paceline.engine.checks import check_optimizer
 from paceline.engine.initial_weights import (
-    check_copies_are_equal,
     check_not_spread,
-    make_values,
-    mark_as_spread,
     start_from_one_model,
     start_from_one_optimizer,
 )
 from paceline.engine.optimizer_groups import Groups
-from paceline.errors import DataError, TrainingError
+from paceline.engine.own_loop import spread
+from paceline.errors import DataError
 from paceline.layout import Layout
 from paceline.layout.batch import BatchSizes
-from paceline.nested import map_tensors
 from paceline.options import EngineOptions, Sharding
 from paceline.options.arguments import refuse_unknown
 from paceline.options.engine import InitialWeights
 from paceline.options.rules import layout_in_world
-from paceline.parallel.apply_layout import apply_layout, shard_root
-from paceline.parallel.meta import Init, is_on_meta
+from paceline.parallel.meta import Init
 from paceline.parallel.replicate import sync_buffers
-from paceline.parallel.shard import Sharded
 from paceline.world import World
 
 
@@ -97,114 +88,17 @@ def prepare(
     )
     start_from_one_optimizer(optimizer, model, world)
     groups = Groups(optimizer, model)
-    on_meta = is_on_meta(model)
-    if not layout.zero and not on_meta:  # else what each rank keeps is put there
-        model.to(world.device)
-
-    def materialise(root: nn.Module) -> None:
-        own = init or getattr(model, "_init_weights", None)
-        make_values(root, layout, world, own, initial_weights=initial_weights)
-
     prepared = None
     if loader is not None:
         sizes = BatchSizes(global_batch, per_device_batch, accumulate)
         prepared = PreparedLoader(_as_loader(loader, seed, layout, sizes), model, world)
-    if layout.zero:
-        sharded = shard_root(model, model, layout, world, options)
-        mark_as_spread(model, layout)
-        if on_meta:
-            materialise(model)
+    made = spread(model, layout, world, options, _ShareWeights(prepared, world.size))
+    if made.sharded is not None:
+        sharded = made.sharded
         held = {name: [parameter] for name, parameter in model.named_parameters()}
         groups.repoint(optimizer, held)
-        _drive(sharded, model, optimizer, world, prepared)
-        wrapped = model
-    else:
-        placed = apply_layout(
-            model, model, layout, world, options, materialise=materialise if on_meta else None
-        )
-        held, wrapped = placed.held, placed.module
-    if initial_weights == "own":
-        check_copies_are_equal(held, model, world)
-    if isinstance(wrapped, DistributedDataParallel):
-        # DDP compares a hook's annotations with classes, and ours are strings: a lambda has none.
-        wrapped.register_comm_hook(
-            _Weights(prepared, world.size), lambda weights, bucket: _average(weights, bucket)
-        )
-        _refuse_unfreezing(wrapped)
-    elif not layout.zero:  # one process: nothing to leave out, but the same loop is to run
-        model.no_sync = contextlib.nullcontext  # type: ignore[assignment]
-    return wrapped, optimizer, prepared
-
-
-def _refuse_unfreezing(wrapped: DistributedDataParallel) -> None:
-    """DDP averages the gradients of what required them when it was made, and of nothing else."""
-    frozen = [(n, p) for n, p in wrapped.module.named_parameters() if not p.requires_grad]
-
-    def check(module: nn.Module, args: Any) -> None:
-        for name, parameter in frozen:
-            if parameter.requires_grad:
-                raise TrainingError(
-                    f"{name} was unfrozen after prepare(): its gradients would not be averaged "
-                    "over the ranks. Unfreeze it before prepare(), and let schedules decide when "
-                    "it is trained, or use paceline.Engine, which follows it."
-                )
-
-    wrapped.register_forward_pre_hook(check)
-
-
-def _drive(
-    sharded: Sharded,
-    model: nn.Module,
-    optimizer: Optimizer,
-    world: World,
-    loader: PreparedLoader | None,
-) -> None:
-    """Have the hooks of a sharded model do what ``paceline.Engine`` does around a step."""
-    weights = _Weights(loader, world.size)
-    syncing = True
-    parameters = list(model.parameters())
-    trained = [p.requires_grad for p in parameters]
-
-    def before(module: nn.Module, args: Any) -> None:
-        nonlocal trained
-        now = [p.requires_grad for p in parameters]
-        if now != trained:
-            trained = now
-            sharded.follow_freezing()
-        sharded.communicate(last=syncing, counts=weights.own() > 0)
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        # FSDP averages over the ranks; ranks that had more samples count for more.
-        weight = weights.own() * world.size
-        return map_tensors(output, lambda t: _Weighted.apply(t, weight) if t.requires_grad else t)
-
-    @contextlib.contextmanager
-    def no_sync() -> Iterator[None]:
-        nonlocal syncing
-        syncing = False
-        try:
-            yield
-        finally:
-            syncing = True
-
-    model.register_forward_pre_hook(before, prepend=True)
-    model.register_forward_hook(after)
-    model.no_sync = no_sync  # type: ignore[assignment]
-    optimizer.register_step_pre_hook(lambda *_: sharded.finish())
-
-
-class _Weighted(torch.autograd.Function):
-    """The same tensor; its gradient times a weight."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weight: float) -> Tensor:
-        ctx.weight = weight
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
-        # A placeholder's gradient may be NaN, and NaN times zero is NaN.
-        return (grads[0] * ctx.weight if ctx.weight else torch.zeros_like(grads[0])), None
+        optimizer.register_step_pre_hook(lambda *_: sharded.finish())
+    return made.called, optimizer, prepared
 
 
 class PreparedLoader:
@@ -265,24 +159,20 @@ class PreparedLoader:
         self.loader.load_state_dict(state)
 
 
-class _Weights:
-    """What the gradient hook needs to know: this rank's part of the batch just drawn."""
+class _ShareWeights:
+    """This rank's part of the batch just drawn."""
 
     def __init__(self, loader: PreparedLoader | None, world_size: int) -> None:
-        self.loader = loader
-        self.world_size = world_size
+        self._loader, self._world_size = loader, world_size
 
-    def own(self) -> float:
-        share = None if self.loader is None else self.loader.share
-        return 1 / self.world_size if share is None else share.samples / share.global_samples
+    def of_step(self) -> float:
+        """See ``RankWeights``."""
+        share = None if self._loader is None else self._loader.share
+        return 1 / self._world_size if share is None else share.samples / share.global_samples
 
-
-def _average(weights: _Weights, bucket: Any) -> torch.futures.Future[Tensor]:
-    weight = weights.own()
-    # A placeholder's gradient may be NaN, and NaN times zero is NaN.
-    buffer = bucket.buffer().mul_(weight) if weight else bucket.buffer().zero_()
-    future = dist.all_reduce(buffer, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
+    def of_forward(self) -> float:
+        """See ``RankWeights``."""
+        return self.of_step() * self._world_size
 
 
 def _as_loader(

@@ -6,26 +6,73 @@ Names are those of the whole model, so that what one layout saves another loads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.rank_state import Part, RankState, empty_for, held_part
 from paceline.checkpoint.saveable import Load, Saved
 from paceline.engine.checks import another_model, check_optimizer_state
-from paceline.engine.context import StepContext
-from paceline.engine.optimizer_groups import install
+from paceline.engine.ema import AveragedWeights
+from paceline.engine.loss_scale import AgreedScaler
+from paceline.engine.optimizer_groups import Groups, install
 from paceline.engine.randomness import restore_randomness, saved_randomness
 from paceline.engine.whole_model import WholeModel
 from paceline.options.ema import Weights
 from paceline.parallel.dtensor import local
+from paceline.parallel.meta import is_on_meta
+from paceline.sync.protocol import Sync
+from paceline.sync.replica import Replica
 
 OBJECT = "engine"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 AVERAGE = "ema/"
 """The averaged weights, where there are any, under the names of the model's."""
+
+
+class _HasState(Protocol):
+    """A schedule, or several."""
+
+    def state_dict(self) -> Any:
+        """What has to survive."""
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Take over what ``state_dict`` gave."""
+
+
+class SavedParts(Protocol):
+    """What is saved of a model that is trained: an engine's ``StepContext``, or a loop's parts."""
+
+    @property
+    def replica(self) -> Replica:
+        """The model on its layout."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What updates it."""
+
+    @property
+    def groups(self) -> Groups:
+        """The names of the parameters in the optimizer's groups."""
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | AgreedScaler | None:
+        """That of fp16."""
+
+    @property
+    def learning_rate(self) -> _HasState:
+        """The schedule."""
+
+    @property
+    def sync(self) -> Sync:
+        """How replicas agree."""
+
+    @property
+    def average(self) -> AveragedWeights | None:
+        """The moving average of the weights, where one is kept."""
 
 
 class RankStates:
@@ -34,7 +81,7 @@ class RankStates:
     ``whole`` is from before the model was spread.
     """
 
-    def __init__(self, context: StepContext, whole: WholeModel) -> None:
+    def __init__(self, context: SavedParts, whole: WholeModel) -> None:
         self._context, self._replica, self._whole = context, context.replica, whole
 
     @property
@@ -61,7 +108,7 @@ class RankStates:
         return state
 
     def _object(self) -> dict[str, Any]:
-        context, scaler = self._context, self._context.precision.scaler
+        context, scaler = self._context, self._context.scaler
         return {
             "step": self._replica.steps_done,
             "aliases": self._whole.aliases,
@@ -161,7 +208,7 @@ class RankStates:
             self._check_groups(found["groups"])
             self._replica.steps_done = found["step"]
             restore_randomness(self._replica, found.get("randomness"))
-        if not self._replica.is_spread and self._context.setup.on_meta:
+        if not self._replica.is_spread and is_on_meta(self._replica.model):
             # There is no memory to load into before the first batch has spread the model.
             self._replica.after_spreading = lambda: self._take(saved, found, names, load, weights)
         else:
@@ -309,7 +356,7 @@ class RankStates:
     def _take_training(
         self, found: Mapping[str, Any], state: Mapping[nn.Parameter, dict[str, Any]]
     ) -> None:
-        context, scaler = self._context, self._context.precision.scaler
+        context, scaler = self._context, self._context.scaler
         install(context.optimizer, found["groups"], state)
         if scaler is not None and found["scaler"] is not None:
             scaler.load_state_dict(found["scaler"])

@@ -93,7 +93,8 @@ def finish_gradients(context: StepContext, sync: StepSync, sums: Sums) -> Tensor
     if scaler is not None:
         scaler.unscale_(context.optimizer)
     counts = None if replica.spread.is_plain else replica.spread.counts_in_norm
-    gradients = Gradients(context.optimizer, counts, replica.device)
+    updated = (p for group in context.optimizer.param_groups for p in group["params"])
+    gradients = Gradients(updated, counts, replica.device)
     if context.microbatches.accumulate:
         factor = sums.factor
         if replica.device.type != "cpu" or factor != 1:  # on a GPU, looking would be waiting

@@ -38,6 +38,8 @@ COLLECTIVES_REMEMBERED = 256
 SECRET = "PACELINE_SECRET"
 SECRET_FILE = "PACELINE_SECRET_FILE"
 """Who may take part in a run, see ``secret.py``: for launchers, never passed on to ranks."""
+RUN_DIR = "PACELINE_RUN_DIR"
+"""The run's folder, for scripts and what they use."""
 LOG_FILE = "PACELINE_LOG_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where a rank writes the error that ends it; the elastic agent's own name for it."""

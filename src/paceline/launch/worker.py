@@ -4,6 +4,9 @@
 - ``-m MODULE ARGS…``     a module, as ``python -m MODULE ARGS…`` would run it;
 - ``--call PAYLOAD``      a function that ``paceline.launch.local.call`` put there.
 
+``--backend NAME`` before one of them: make the process ready for a script that was written for
+another library (``paceline.compat.backends``).
+
 Around it: the rank dies with its launcher, both output streams go to one log in the order they
 were written, and an error is recorded with its traceback before the rank leaves.
 
@@ -38,6 +41,7 @@ from paceline.launch.rank_output import one_log_for_both_streams
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_SECONDS = 0.5
 _TRAINER_RUN = "paceline.trainer.run"
+_BACKENDS = "paceline.compat.backends"  # by name: it lies above the launcher
 _LOADING_PRIORITY = 10  # "nice": about a tenth of a core that others want as well
 
 
@@ -124,7 +128,15 @@ def _load(command: list[str]) -> None:
             os.setpriority(os.PRIO_PROCESS, int(thread), own)
 
 
+def prepare_for(backend: str) -> None:
+    """Make this process ready for a script that was written for ``backend``."""
+    importlib.import_module(_BACKENDS).prepare_rank(backend)
+
+
 def _run(arguments: list[str]) -> None:
+    if arguments[0] == "--backend":
+        prepare_for(arguments[1])
+        arguments = arguments[2:]
     kind, target, *rest = arguments
     if kind == "script":
         sys.argv = [target, *rest]

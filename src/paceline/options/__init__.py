@@ -11,6 +11,7 @@ from paceline.options.data import DataOptions
 from paceline.options.ema import EMA
 from paceline.options.engine import EngineOptions
 from paceline.options.local_steps import LocalSteps
+from paceline.options.loss_scaling import LossScaling
 from paceline.options.pipeline import Pipelining
 from paceline.options.recompute import Recompute
 from paceline.options.reduction import Reduction
@@ -28,6 +29,7 @@ __all__ = [
     "Evaluation",
     "Form",
     "LocalSteps",
+    "LossScaling",
     "Pipelining",
     "Recompute",
     "Reduction",

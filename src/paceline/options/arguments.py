@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from paceline.deprecation import warn_of_old_name
 from paceline.errors import PacelineError, TrainingError
 from paceline.options.declare import declared, members
-from paceline.options.other_names import ELSEWHERE, IN_SECTION
+from paceline.options.habits import HABITS, IN_SECTION, Habit, habit_of
 
 T = TypeVar("T")
 _OWNERS: list[type] = []
@@ -85,17 +85,19 @@ def refuse_unknown(
     """Refuse the arguments ``unknown`` of ``taker``, each with what was probably meant.
 
     ``beside`` is a call that goes with ``taker``, as ``fit`` does with ``Trainer``: some look for
-    its arguments here.
+    its arguments here. Where nobody can say what was meant of one, all that there are are listed.
     """
     if not unknown:
         return
-    taken = _parameters(taker)
+    answers = {name: _answer(name, taker, beside) for name in sorted(unknown)}
     told = " ".join(
-        f"{taker.__name__} got an unknown argument {name}.{_hint(name, taker, beside)}"
-        for name in sorted(unknown)
+        f"{taker.__name__} got an unknown argument {name}.{answer and f' {answer}'}"
+        for name, answer in answers.items()
     )
-    options = {name: found for name, found in taken.items() if name != "optimizer"}
-    known = [name for name, found in options.items() if found.default is not found.empty]
+    if all(answers.values()):
+        raise error(told)
+    taken = {name: found for name, found in _parameters(taker).items() if name != "optimizer"}
+    known = [name for name, found in taken.items() if found.default is not found.empty]
     raise error(f"{told} It takes {', '.join(sorted(known))}.")
 
 
@@ -104,43 +106,56 @@ def _parameters(taker: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: found[name] for name in found if name not in _NOT_OPTIONS}
 
 
-def _hint(name: str, taker: Callable[..., Any], beside: Callable[..., Any] | None) -> str:
+def _answer(name: str, taker: Callable[..., Any], beside: Callable[..., Any] | None) -> str:
+    """What to say to the argument ``name``; empty where nothing comes near."""
     taken = _parameters(taker)
-    for one in _names_here(name, taker):
-        if one in taken:
-            return f" It is called {one} here."
+    habit = habit_of(name)
+    if taker in _OWNERS and (ours := _name_in(taker, name, habit)):
+        return ours
+    if habit is not None and taker not in _OWNERS:
+        return habit.meaning.sentence(taker.__name__)
     if within := list(_within(name, taken)):
-        return f" Pass {' or '.join(within)}."
-    if beside is not None:
-        others = _parameters(beside)
-        for one in (name, *_names_here(name, beside)):
-            if one in others:
-                return f" Pass it to {beside.__name__}({one}=…)."
-    if ELSEWHERE.get(name, "").startswith("optimizer."):
-        return " It is the optimizer's: pass it where you make that."
+        return f"Pass {' or '.join(within)}."
+    if beside is not None and name in _parameters(beside):
+        return f"Pass it to {beside.__name__}({name}=…)."
     if near := difflib.get_close_matches(name, taken, n=1):
-        return f" Did you mean {near[0]}?"
+        return f"Did you mean {near[0]}?"
     if beside is not None and (near := difflib.get_close_matches(name, _parameters(beside), n=1)):
-        return f" Did you mean {beside.__name__}({near[0]}=…)?"
+        return f"Did you mean {beside.__name__}({near[0]}=…)?"
+    if habit is not None:
+        return habit.meaning.sentence(taker.__name__)
+    if near := difflib.get_close_matches(name.lower(), HABITS, n=1, cutoff=0.85):
+        return f"Did you mean {near[0]}? {HABITS[near[0]].meaning.sentence(taker.__name__)}"
     return ""
 
 
-def _names_here(name: str, taker: Callable[..., Any]) -> list[str]:
-    """What an option of ``taker`` may be called that other frameworks call ``name``."""
-    key = ELSEWHERE.get(name)
-    if taker in _OWNERS:
-        ours = [found.name for found in declared(taker).values() if key and found.key == key]
-        return [*ours, IN_SECTION.get(name, "")]
-    return [] if key is None else [key.rpartition(".")[2]]
+def _name_in(owner: type, name: str, habit: Habit | None) -> str:
+    """What an option of the class ``owner`` is called that others call ``name``."""
+    options = declared(owner)
+    if habit is not None and (key := habit.meaning.key):
+        for found in options.values():
+            if found.key == key:
+                value = _as_python(habit.meaning.value)
+                return f"It is called {found.name} here: {owner.__name__}({found.name}={value})."
+    return next(
+        (f"It is called {one} here." for one in IN_SECTION.get(name, ()) if one in options), ""
+    )
+
+
+def _as_python(value: str) -> str:
+    """A value as it stands in a config, such as ``true``, as Python writes it."""
+    if value in ("true", "false"):
+        return value.capitalize()
+    try:
+        float(value)
+    except ValueError:
+        return repr(value)
+    return value
 
 
 def _within(name: str, taken: Collection[str]) -> Iterator[str]:
     """How an option of one of the classes of options among ``taken`` is written."""
-    key = ELSEWHERE.get(name)
     for outer in (found for owner in _OWNERS for found in declared(owner).values()):
         inner = [kind for kind in members(outer.type) if kind in _OWNERS]
-        if outer.name not in taken or not inner:
-            continue
-        for found in declared(inner[0]).values():
-            if found.key == key if key else found.name == name:
-                yield f"{outer.name}=paceline.{inner[0].__name__}({found.name}=…)"
+        if outer.name in taken and inner and name in declared(inner[0]):
+            yield f"{outer.name}=paceline.{inner[0].__name__}({name}=…)"

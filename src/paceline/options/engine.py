@@ -14,6 +14,7 @@ from paceline.options.compression import Compression
 from paceline.options.declare import Option, check, shown
 from paceline.options.ema import EMA
 from paceline.options.local_steps import LocalSteps
+from paceline.options.loss_scaling import LossScaling
 from paceline.options.pipeline import Pipelining
 from paceline.options.recompute import Recompute
 from paceline.options.reduction import Reduction
@@ -25,6 +26,8 @@ Randomness = Literal["layout-free", "strict", "fast"]
 Nonfinite = Literal["stop", "skip", "ignore"]
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
+_SECTIONS = ("sharding", "tensor", "pipeline", "reduction", "loss_scaling")
+"""Options that are never None: what is left out has its own defaults."""
 _NO_CLIPPING = "a number greater than 0, or None for no clipping"
 
 
@@ -62,6 +65,7 @@ class EngineOptions:
             "with a gradient scaler), or fp64, in which the whole model computes.",
         ),
     ] = "fp32"
+    loss_scaling: Annotated[LossScaling, Option("How fp16 scales its losses.")] = LossScaling()
     clip_norm: Annotated[
         float | None,
         Option(
@@ -231,7 +235,7 @@ class EngineOptions:
         elif isinstance(freeze, list):
             given["freeze"] = tuple(freeze)
         for name, value in list(given.items()):
-            if value is None and name in ("sharding", "tensor", "pipeline", "reduction"):
+            if value is None and name in _SECTIONS:
                 del given[name]
         return cls(**given)
 

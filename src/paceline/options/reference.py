@@ -14,6 +14,7 @@ from paceline.options.declare import Declared, declared, range_in_words
 from paceline.options.ema import EMA
 from paceline.options.engine import EngineOptions
 from paceline.options.local_steps import LocalSteps
+from paceline.options.loss_scaling import LossScaling
 from paceline.options.pipeline import Pipelining
 from paceline.options.recompute import Recompute
 from paceline.options.reduction import Reduction
@@ -32,6 +33,7 @@ OWNERS: dict[type, tuple[str, ...]] = {
     LocalSteps: ("LocalSteps",),
     Reduction: ("Reduction",),
     EMA: ("EMA",),
+    LossScaling: ("LossScaling",),
     DataOptions: ("DataOptions",),
     Evaluation: ("Evaluation",),
     Checkpointing: ("Checkpointing",),

@@ -18,9 +18,11 @@ from paceline.config import load
 from paceline.errors import LaunchError
 from paceline.events import Note, RanksStarted, append
 from paceline.launch.engines.ray_orders import RankOrders
+from paceline.launch.environment import RUN_DIR
 from paceline.launch.exit_codes import INTERRUPTED, SAVED_AND_LEFT
 from paceline.launch.logs import attempt_folder, next_attempt
 from paceline.launch.run_folder import RunFolder, has_mark
+from paceline.launch.worker import prepare_for
 from paceline.trainer.callbacks import Callback
 from paceline.trainer.ray_report import RayReport
 from paceline.world.world import leave
@@ -123,6 +125,9 @@ def _tell_started(run: RunFolder, attempt: int) -> None:
 
 def _run_script(orders: RankOrders) -> None:
     script = cast(str, orders.script)
+    os.environ[RUN_DIR] = orders.run
+    if orders.backend is not None:
+        prepare_for(orders.backend)
     sys.argv = [script, *orders.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(os.path.abspath(script), run_name="__main__")

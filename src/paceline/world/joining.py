@@ -132,7 +132,7 @@ def join(
 
     And what is known of the world by then: the node too, where no variable says it.
     """
-    base = _connect(env, timeout)
+    base = connect_store(env, timeout)
     key = _store_key(env)
     count = _worlds_joined[key] = _worlds_joined.get(key, 0) + 1
     # Each world of this process has its own part of the store: nothing is left over from the last.
@@ -273,7 +273,11 @@ def _store_key(env: Environment) -> tuple[str, int, int]:
     return env.address, env.port, env.restart_count
 
 
-def _connect(env: Environment, timeout: timedelta) -> Store:
+def connect_store(env: Environment, timeout: timedelta) -> Store:
+    """The store at the address in ``env``, which rank 0 serves where no launcher does.
+
+    One connection in the life of a process, whoever asks.
+    """
     key = _store_key(env)
     if key in _stores:
         return _stores[key]

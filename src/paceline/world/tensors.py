@@ -103,7 +103,10 @@ def reduce_problem(call: str, op: object, dtype: torch.dtype) -> WorldError | No
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements as a flat ``uint8`` tensor; shares memory when it is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    flat = plain.contiguous().reshape(-1)
+    if flat.numel() == 1:  # contiguous whatever its stride, but not to view
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def from_bytes(

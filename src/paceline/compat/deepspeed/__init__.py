@@ -1,1 +1,54 @@
-"""What configs take from DeepSpeed: its learning-rate schedules and Lion."""
+"""DeepSpeed's interface on Paceline: ``import paceline.compat.deepspeed as deepspeed``.
+
+``initialize`` reads a DeepSpeed config and gives an engine with ``backward`` and ``step``. What is
+not there is answered with what to use instead. See docs/guides/deepspeed.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.compat.deepspeed import checkpointing, comm, pipe, utils, zero
+from paceline.compat.deepspeed.engine import DeepSpeedEngine
+from paceline.compat.deepspeed.initialize import initialize
+from paceline.compat.deepspeed.launching import add_config_arguments, init_distributed
+from paceline.compat.deepspeed.pipe import PipelineEngine, PipelineModule
+
+_INSTEAD = {
+    "init_inference": "There are no kernels for inference. Use paceline.Engine(...).predict, or "
+    "export the model for a server: paceline checkpoint export.",
+    "InferenceEngine": "Use paceline.Engine(...).predict.",
+    "default_inference_config": "There are no kernels for inference.",
+    "ops": "torch's own optimizers are used: torch.optim.AdamW(..., fused=True).",
+    "moe": "Experts are not spread over ranks. Write the layer in torch; zero=3 shards it.",
+    "runtime": "Its names are here: deepspeed.pipe, deepspeed.zero, deepspeed.checkpointing; "
+    "schedules are in paceline.compat.deepspeed.schedules.",
+    "accelerator": "Use torch.accelerator, or engine.device.",
+    "get_accelerator": "Use torch.accelerator, or engine.device.",
+    "OnDevice": "Use torch.device('meta') as a context, and paceline.Engine(init=...).",
+    "DeepSpeedConfig": "Use paceline.config.deepspeed.settings.read_settings.",
+    "DeepSpeedHybridEngine": "There are no kernels for generation. Use the model as it is.",
+    "DeepSpeedTransformerLayer": "Use torch.nn.TransformerEncoderLayer.",
+    "tp_model_init": "Use paceline.Engine(..., layout='tp=2').",
+    "launcher": "Start scripts with: paceline train --script FILE --nproc N.",
+}
+
+
+def __getattr__(name: str) -> Any:
+    hint = _INSTEAD.get(name, "What there is of DeepSpeed is in docs/guides/deepspeed.md.")
+    raise AttributeError(f"paceline.compat.deepspeed has no {name!r}. {hint}")
+
+
+__all__ = [
+    "DeepSpeedEngine",
+    "PipelineEngine",
+    "PipelineModule",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "init_distributed",
+    "initialize",
+    "pipe",
+    "utils",
+    "zero",
+]

@@ -90,6 +90,7 @@ class RayEngine(LaunchEngine):
                 settings=settings,
                 script=_script(job),
                 arguments=job.script_arguments,
+                backend=_backend(job),
                 shipped=config.launch.ray.working_dir is not None,
                 copies=config.launch.ray.storage_path is not None,
                 control=f"paceline:{job.run}",
@@ -181,6 +182,10 @@ def _workers(config: Config) -> tuple[int, int]:
 
 def _script(job: ClusterJob) -> str | None:
     return job.train[1] if job.train[:1] == ("--script",) else None
+
+
+def _backend(job: ClusterJob) -> str | None:
+    return job.train[3] if job.train[2:3] == ("--backend",) else None
 
 
 def _restarts(job: ClusterJob) -> int:

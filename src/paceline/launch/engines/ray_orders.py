@@ -28,6 +28,8 @@ class RankOrders:
     """The file of other settings than the run has, with which it goes on."""
     script: str | None = None
     arguments: tuple[str, ...] = ()
+    backend: str | None = None
+    """The library that the script is written for."""
     shipped: bool = False
     """Ray ships the code: ranks run where it puts it."""
     copies: bool = False

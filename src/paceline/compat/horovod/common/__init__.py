@@ -1,0 +1,1 @@
+"""What Horovod's frameworks have in common: exceptions, process sets, and who is who."""
