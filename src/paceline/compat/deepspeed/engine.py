@@ -140,7 +140,8 @@ class DeepSpeedEngine(nn.Module):
     def _finish_gradients(self) -> None:
         """Unscale, look for overflows on all ranks, clip; after an overflow nothing is left."""
         assert self.optimizer is not None
-        gradients = Gradients(self.optimizer, self._counts(), self.world.device)
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = Gradients(held, self._counts(), self.world.device)
         if self.scaler is not None:
             gradients.scale(torch.tensor(1 / self.scaler.scale))
         norm = gradients.norm()

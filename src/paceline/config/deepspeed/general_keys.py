@@ -223,7 +223,7 @@ MODEL = (
     noted("activation_checkpointing.number_checkpoints", "whole", _BY_MODEL),
     noted("activation_checkpointing.synchronize_checkpoint_boundary", "flag", _BY_MODEL, False),
     noted("activation_checkpointing.profile", "flag", _PROFILER, False),
-    noted("pipeline.stages", "any", "layout: pp=N, or PipelineModule(num_stages=N)", "auto"),
+    noted("pipeline.stages", "any", "layout: pp=N", "auto"),
     noted("pipeline.partition", "text", "pipeline.cuts and .balance", "best"),
     noted("pipeline.seed_layers", "flag", "Every layout starts from one model.", False),
     noted("pipeline.activation_checkpoint_interval", "whole", _BY_MODEL, 0),
