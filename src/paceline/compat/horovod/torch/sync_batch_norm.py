@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.compat.horovod.torch.mpi_ops import Sum, allgather, allreduce, size
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """Batch normalization whose mean and variance are those of all ranks' batches together.
 
     Takes input of two dimensions or more on CPUs and GPUs. Batches may differ in size between
