@@ -1,11 +1,13 @@
 """Scripts written for other libraries, run through the launcher: do several ranks give the losses
 of one process?
 
-    python benchmarks/compat_scripts.py [--only horovod] [--json FILE]
+    python benchmarks/compat_scripts.py [--only horovod|tensorflow|ray] [--json FILE]
 
 Each row of ``SCRIPTS`` is a script, the backend it is for, and the arguments with which it computes
 the same on any number of ranks. Losses are what it prints after the word ``loss``. They may differ
 by the order of sums: in float32 the seventh digit, which some tens of steps carry into the fifth.
+
+The scripts for Ray Train are a pair: theirs starts a Ray of its own, and ours must give its losses.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -65,15 +67,33 @@ SCRIPTS = [
     Script("tensorflow", "tensorflow/callbacks.py", lambda ranks: []),
 ]
 
+RAY_THEIRS = Script("ray", "coming_from/ray_train/theirs.py", lambda ranks: [])
+RAY_OURS = Script("ray", "coming_from/ray_train/ours.py", lambda ranks: [])
+RAY_ON_RAY = replace(RAY_OURS, options=("--on", "ray"))
+
+
+def comparisons() -> list[list[tuple[Script, int]]]:
+    """Runs that must give the same losses, each list compared with its first."""
+    ray = [(RAY_THEIRS, 2), (RAY_ON_RAY, 2), (RAY_OURS, 1), (RAY_OURS, 2)]
+    return [[(script, ranks) for ranks in SIZES] for script in SCRIPTS] + [ray]
+
+
+def command_of(script: Script, ranks: int) -> list[str]:
+    """How a script is run on so many ranks."""
+    file = str(EXAMPLES / script.file)
+    if script == RAY_THEIRS:
+        return [sys.executable, file]
+    command = [sys.executable, "-m", "paceline", "train", "--script", file, "--nproc", str(ranks)]
+    backend = [] if script.backend == "ray" else ["--backend", script.backend]
+    return [*command, *backend, *script.options, "--", *script.arguments(ranks)]
+
 
 def run(script: Script, ranks: int) -> tuple[list[float], float]:
     """The losses that a script prints on so many ranks, and the seconds it took."""
-    command = [sys.executable, "-m", "paceline", "train", "--backend", script.backend]
-    command += ["--script", str(EXAMPLES / script.file), "--nproc", str(ranks), *script.options]
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [*command, "--", *script.arguments(ranks)],
+            command_of(script, ranks),
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -93,12 +113,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the table there")
     given = parser.parse_args()
     rows = []
-    print(f"{'script':44} {'ranks':>5} {'seconds':>7}  {'last loss':>10}  farthest from one rank")
-    for script in SCRIPTS:
-        if given.only not in (None, script.backend):
+    print(f"{'script':44} {'ranks':>5} {'seconds':>7}  {'last loss':>10}  farthest from the first")
+    for compared in comparisons():
+        if given.only not in (None, compared[0][0].backend):
             continue
         expected: list[float] = []
-        for ranks in SIZES:
+        for script, ranks in compared:
             losses, seconds = run(script, ranks)
             expected = expected or losses
             if len(losses) != len(expected) or not losses:
