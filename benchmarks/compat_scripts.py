@@ -102,7 +102,9 @@ def run(script: Script, ranks: int) -> tuple[list[float], float]:
         )
     if done.returncode:
         raise SystemExit(f"{script.file} on {ranks} ranks failed:\n{done.stdout}{done.stderr}")
-    found = [float(value) for value in re.findall(r"loss[ =:]+(\d+\.\d+)", done.stdout)]
+    # Beside what ours prints there is the progress of its run.
+    printed = r"(?m)^loss (\d+\.\d+)$" if script.backend == "ray" else r"loss[ =:]+(\d+\.\d+)"
+    found = [float(value) for value in re.findall(printed, done.stdout)]
     return found, time.monotonic() - begun
 
 
