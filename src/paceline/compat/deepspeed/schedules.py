@@ -26,7 +26,7 @@ class DeepSpeedSchedule(LRScheduler):
         """What DeepSpeed calls the place of a schedule: -1 before the first update."""
         return int(self.last_epoch) - 1
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:  # torch 2.13 allows tensors in it, and 2.11 only numbers
         """The rate of every group now."""
         return self.rates(self.last_batch_iteration)
 
@@ -200,7 +200,7 @@ class OneCycle(DeepSpeedSchedule):
         self.max_moms = self._each(cycle_max_mom, "cycle_max_mom")
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         """The rate of every group now; sets the betas, which go with it."""
         iteration = self.last_batch_iteration
         if self.cycle_momentum:

@@ -47,8 +47,9 @@ def expand(data: Mapping[str, Any], folder: str) -> Expansion:
     source = data.get("deepspeed")
     if source is None:
         return Expansion(dict(own))
+    config = loaded(source, folder)
     name = "deepspeed" if isinstance(source, Mapping) else os.fspath(source)
-    settings = read_settings(loaded(source, folder), name=name)
+    settings = read_settings(config, name=name)
     sections, origins = _sections(settings, own)
     given = flat(own)
     problems = _unanswered(settings, given) + _clashes(sections, origins, given)
