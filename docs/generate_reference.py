@@ -35,7 +35,7 @@ API = {
         "The trainer, the engine, and what they take and return.",
         (
             *("Trainer", "History", "Callback", "EarlyStopping", "WholeSet"),
-            *("Engine", "StepResult", "prepare", "loader", "parameter_groups"),
+            *("Engine", "StepResult", "Accelerator", "prepare", "loader", "parameter_groups"),
             *("Checkpoints", "load_weights"),
             *("Checkpointing", "Evaluation", "DataOptions", "verify"),
         ),

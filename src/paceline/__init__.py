@@ -93,6 +93,7 @@ _MODULES = (
     "launch",
     "models",
     "options",
+    "schedules",
     "testing",
     "track",
 )
@@ -106,7 +107,11 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"paceline.{name}")
     else:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+        if name.startswith("_"):  # asked for by Python itself, and often
+            raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+        from paceline.options.habits.attributes import answer
+
+        raise AttributeError(answer("paceline", name, [*__all__, *_MODULES]))
     globals()[name] = value
     return value
 

@@ -361,11 +361,9 @@ def test_two_models_are_saved_together(ranks: Any, tmp_path: Path) -> None:
 
 def test_wrong_uses_are_answered(ranks: Any) -> None:
     model, optimizer, _ = parts()
-    with pytest.raises(TrainingError, match=r"mixed_precision. It is called precision here"):
+    with pytest.raises(TrainingError, match=r"argument mixed_precision.*precision="):
         paceline.Accelerator(mixed_precision="bf16")
-    with pytest.raises(
-        TrainingError, match=r"gradient_accumulation_steps. It is called accumulate"
-    ):
+    with pytest.raises(TrainingError, match=r"gradient_accumulation_steps.*accumulate"):
         paceline.Accelerator(gradient_accumulation_steps=2)
     with pytest.raises(TrainingError, match="batch_size_is='mine' must be 'global'"):
         paceline.Accelerator(batch_size_is="mine")

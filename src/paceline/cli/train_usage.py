@@ -50,7 +50,8 @@ def _unknown(option: str, args: Sequence[str], known: Sequence[str]) -> str:
     from paceline.config.keys import FIELDS, nearest, section_of, suggest
     from paceline.options.habits import habit_of
 
-    if is_horovodrun(args):
+    trains_config = any(arg.endswith(_CONFIGS) for arg in args)
+    if is_horovodrun(args) and not trains_config:
         return read_horovodrun(args).answer()
     script = _script_in(args)
     own, after = _split_at(args, script)

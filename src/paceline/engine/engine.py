@@ -6,7 +6,7 @@ The step itself is ``paceline.engine.step.run_step``; ``build.py`` puts the part
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +42,7 @@ from paceline.options.arguments import refuse_unknown
 from paceline.options.ema import Weights, check_weights
 from paceline.options.engine import InitialWeights, Nonfinite, Randomness
 from paceline.options.engine import Precision as PrecisionName
+from paceline.options.habits.attributes import missing_attribute
 from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
 from paceline.parallel.distributed_model import DistributedModel
@@ -237,6 +238,11 @@ class Engine(InferenceEngine, ReportingEngine):
         Every rank must call it. To be called after the last step; the trainer does.
         """
         return self._sync.synchronise()
+
+    if not TYPE_CHECKING:  # a type checker knows which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            return missing_attribute(self, "Engine", name)
 
     # ------------------------------------------------------------------ state
 

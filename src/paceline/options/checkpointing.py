@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -159,6 +160,27 @@ def direction(
     raise TrainingError(
         f"{who}: is a larger {metric!r} better, or a smaller one? Pass mode='max' or mode='min'."
     )
+
+
+_LESS = re.compile(
+    "loss|error|err|mae|mse|rmse|mape|perplexity|ppl|nll|wer|cer|fid|bpc|bpb|ece|brier"
+)
+_MORE = re.compile(
+    "accuracy|acc|top1|top5|f1|auc|auroc|auprc|precision|recall|r2|bleu|rouge|meteor|psnr|ssim|map|"
+    "iou|miou|dice|mrr|ndcg|mcc|specificity|sensitivity"
+)
+
+
+def known_direction(metric: str) -> Literal["min", "max"] | None:
+    """Which way a metric is to go, where a word of its name says it; else ``None``.
+
+    For reading what a run has measured. What is kept or stopped by a metric is not guessed.
+    """
+    words = re.findall(r"[a-z]+\d*", metric.lower())
+    less, more = any(map(_LESS.fullmatch, words)), any(map(_MORE.fullmatch, words))
+    if less == more:
+        return None
+    return "min" if less else "max"
 
 
 def is_loss(metric: str) -> bool:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,6 +28,7 @@ from paceline.options import (
     Sharding,
     TensorParallel,
 )
+from paceline.options.habits.attributes import missing_attribute
 from paceline.track import Tracker
 from paceline.trainer.callbacks import Callback
 from paceline.trainer.evaluate import Metric
@@ -96,6 +97,11 @@ class TrainerBase:
         self._stops: StopRequests | None = None
         self._media: MediaWriter | None = None
         self._has_fitted = False
+
+    if not TYPE_CHECKING:  # a type checker knows which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            return missing_attribute(self, "Trainer", name)
 
     @property
     def engine(self) -> Engine:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import paceline.events as events
 from paceline.errors import TrainingError
@@ -27,7 +28,8 @@ from paceline.events import (
     WireUsed,
 )
 from paceline.events.wording import at_step
-from paceline.options.checkpointing import direction
+from paceline.options.checkpointing import direction, known_direction
+from paceline.options.habits.attributes import missing_attribute
 
 
 @dataclass
@@ -57,6 +59,11 @@ class History:
     """Why the run ended: ``done``, ``stopped`` or ``interrupted``; empty while it runs."""
     seconds: float = 0.0
     """Total time of ``fit``, over all its resumes where the events were read from disk."""
+
+    if not TYPE_CHECKING:  # a type checker knows which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            return missing_attribute(self, "History", name)
 
     @classmethod
     def read(cls, run_dir: str | os.PathLike[str]) -> History:
@@ -141,19 +148,38 @@ class History:
     def best(
         self, metric: str = "loss", mode: Literal["min", "max"] | None = None
     ) -> EvalDone | None:
-        """The evaluation with the best value of ``metric``; ``None`` where none has it.
+        """The evaluation with the best value of ``metric``; ``None`` where there was no evaluation.
 
-            history.best("accuracy", mode="max").step
+            history.best("accuracy").step
 
-        Of a loss less is better; of any other metric ``mode`` says whether ``"min"`` or ``"max"``
-        is. Of equal ones the first counts, and none that is not finite.
+        Less is better of a loss or an error, more of an accuracy and the like; of a metric whose
+        name does not say it, ``mode`` is ``"min"`` or ``"max"``. Of equal ones the first counts,
+        and none that is not finite.
         """
-        wanted = direction(metric, mode, f"History.best({metric!r})")
+        self._check_is_measured(metric)
+        wanted = direction(metric, mode or known_direction(metric), f"History.best({metric!r})")
         if wanted not in ("min", "max"):
             raise TrainingError(f"History.best: mode={mode!r} must be 'min' or 'max'.")
         found = [e for e in self.evals if math.isfinite(e.metrics.get(metric, math.nan))]
         pick = min if wanted == "min" else max
         return pick(found, key=lambda e: e.metrics[metric], default=None)
+
+    def _check_is_measured(self, metric: str) -> None:
+        """Refuse a metric that no evaluation has; nothing is known before there was one."""
+        measured = list(dict.fromkeys(name for record in self.evals for name in record.metrics))
+        if not measured or metric in measured:
+            return
+        near = difflib.get_close_matches(str(metric), measured, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise TrainingError(
+            f"History.best({metric!r}): no evaluation has measured it; there are "
+            f"{', '.join(measured)}.{hint}"
+        )
+
+    @property
+    def total_time(self) -> float:
+        """Seconds that the run took, evaluations and checkpoints included: ``seconds``."""
+        return self.seconds
 
     @property
     def samples(self) -> int:

@@ -51,6 +51,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "gather_object",
+    "mean",
     "recv",
     "reduce_scatter",
     "scatter_object",
@@ -94,6 +95,21 @@ def all_reduce(
         if reduced.data_ptr() != data.data_ptr():
             data.copy_(reduced)
     return tensor
+
+
+def mean(value: float | torch.Tensor, group: Group | None = None, *, weight: float = 1.0) -> float:
+    """The mean of a number over the ranks; ``weight``: what this rank's counts, such as samples.
+
+    Ranks whose weight is 0 count for nothing, whatever their number is.
+    """
+    members = resolve_group(group, "mean")
+    if not weight >= 0:
+        raise WorldError(f"mean: weight={weight!r} must be a number, 0 or more.")
+    own = [float(value) * weight if weight else 0.0, float(weight)]
+    total = all_reduce(torch.tensor(own, dtype=torch.float64), "sum", members)
+    if not float(total[1]):
+        raise WorldError("mean: the weights of all ranks are 0, so there is nothing to average.")
+    return float(total[0] / total[1])
 
 
 def all_gather(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from paceline.errors import WorldError
 from paceline.launch.allocation import check_not_left_alone
 from paceline.launch.environment import Environment, read_environment
 from paceline.layout import Layout
+from paceline.options.habits.attributes import missing_attribute
 from paceline.torch_internals import abort_process_groups, default_store
 from paceline.world.agreement import agree_on_call
 from paceline.world.barrier import Barrier
@@ -168,6 +169,11 @@ class World:
         return cls._joined if cls._joined is not None else cls.init()
 
     @classmethod
+    def joined(cls) -> World | None:
+        """The world this process has joined; ``None`` where it has not. Joins none."""
+        return cls._joined
+
+    @classmethod
     def _join(
         cls,
         env: Environment | None,
@@ -236,6 +242,11 @@ class World:
             owns_group=False,
             store=None,
         )
+
+    if not TYPE_CHECKING:  # a type checker knows which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            return missing_attribute(self, "World", name)
 
     @property
     def is_main(self) -> bool:

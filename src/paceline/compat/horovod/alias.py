@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,15 @@ THEIRS = "horovod"
 OURS = "paceline.compat.horovod"
 IMPORT_PATH = str(Path(__file__).parent / "import_path")
 """A folder with a package ``horovod``, which installs the finder in other processes."""
+
+_VARIABLES = {
+    "HOROVOD_RANK": "RANK",
+    "HOROVOD_SIZE": "WORLD_SIZE",
+    "HOROVOD_LOCAL_RANK": "LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "HOROVOD_CROSS_RANK": "GROUP_RANK",
+}
+"""Variables of horovodrun that scripts read, and those of ours that say the same."""
 
 
 def prepare_rank() -> None:
@@ -35,6 +45,10 @@ def prepare_rank() -> None:
             flush=True,
         )
     install()
+    for theirs, ours in _VARIABLES.items():
+        if ours in os.environ:
+            os.environ.setdefault(theirs, os.environ[ours])
+    os.environ.setdefault("HOROVOD_HOSTNAME", platform.node())
     sys.path.insert(0, IMPORT_PATH)  # multiprocessing hands it on
     inherited = os.environ.get("PYTHONPATH")
     paths = [IMPORT_PATH, inherited] if inherited else [IMPORT_PATH]

@@ -129,8 +129,8 @@ def choose_gpus(env: Environment) -> None:
     if share == 0:
         raise WorldError(
             f"{env.local_size} TensorFlow workers on this machine but only {len(gpus)} GPU(s): "
-            f"each needs its own. Start {len(gpus)} (--nproc {len(gpus)}), or train on the CPU with "
-            f"{_VISIBLE}=-1."
+            f"each needs its own. Start {len(gpus)} (--nproc {len(gpus)}), or train on the CPU "
+            f"with {_VISIBLE}=-1."
         )
     first = env.local_rank * share
     os.environ[_VISIBLE] = ",".join(gpus[first : first + share])

@@ -179,6 +179,7 @@ class KerasLoop:
             initial_epoch=segment.epoch,
             steps_per_epoch=segment.steps,
             callbacks=[self._reporting(), *self.trainer.keras_callbacks, self._saving()],
+            shuffle=False,
             verbose=0,
             **validation,
         )

@@ -246,14 +246,19 @@ def make_data(
     seed: int,
     shuffle: bool,
     drop_last: bool,
+    default_batch: int | None = None,
 ) -> Data:
-    """The data that ``given`` is, or that it returns where it is a function."""
+    """The data that ``given`` is, or that it returns where it is a function.
+
+    ``default_batch`` is for samples of which nobody has said how many make a batch.
+    """
     tf = import_tensorflow()
     if callable(given) and not isinstance(given, tf.data.Dataset):
         given = given()
     if isinstance(given, tf.data.Dataset):
         return _tf_data(tf, given, name, global_batch)
     source = _source(tf, given, name)
+    global_batch = default_batch if global_batch is None else global_batch
     if global_batch is None:
         raise DataError(
             f"{name} is {len(source)} samples, and how many of them make a step was not said. Give "

@@ -54,6 +54,8 @@ from paceline.trainer.stop_requests import LEAVE, STOP, StopRequests
 from paceline.world import World
 
 _IGNORED = "BackupAndRestore"
+_DEFAULT_BATCH = 32
+"""To evaluate or predict with, on each replica: it changes no result."""
 
 
 class TensorFlowTrainer:
@@ -220,7 +222,10 @@ class TensorFlowTrainer:
             resume is not False or world.restart_count > 0
         )
         train_data = self._data(train, "train")
-        val_data = None if val is None else self._data(val, "val", shuffle=False)
+        val_data = None
+        if val is not None:
+            size = train_data.global_batch
+            val_data = self._data(val, "val", shuffle=False, default_batch=size)
         self._make_variables(train_data)
         reporter = self._reporter(world, goes_on)
         try:
@@ -301,7 +306,14 @@ class TensorFlowTrainer:
                 model.set_weights(self.brought_weights)
             self.brought_weights = None
 
-    def _data(self, given: Any, name: str, *, shuffle: bool | None = None) -> Data:
+    def _data(
+        self,
+        given: Any,
+        name: str,
+        *,
+        shuffle: bool | None = None,
+        default_batch: int | None = None,
+    ) -> Data:
         replicas = self.built_strategy.num_replicas_in_sync
         if shuffle is None:
             shuffle = True if self.data.shuffle is None else self.data.shuffle
@@ -312,6 +324,7 @@ class TensorFlowTrainer:
             seed=self.seed,
             shuffle=shuffle,
             drop_last=self.data.drop_last and name == "train",
+            default_batch=default_batch,
         )
         if found.global_batch % replicas:
             raise DataError(
@@ -395,10 +408,11 @@ class TensorFlowTrainer:
         found = make_data(
             data,
             "predict",
-            global_batch=self.batch.global_batch or self.batch.per_device_batch or 32,
+            global_batch=self.batch.global_batch,
             seed=self.seed,
             shuffle=False,
             drop_last=False,
+            default_batch=self.batch.per_device_batch or _DEFAULT_BATCH,
         )
         self._make_variables(found, optimizer=False)
         if which is not None:
@@ -459,7 +473,8 @@ class TensorFlowTrainer:
     def _passing(self, data: Any, name: str, which: Which | None) -> Data:
         self._ready()
         compile_model(self.built_model, self.built_strategy, None, None, None)
-        found = self._data(data, name, shuffle=False)
+        size = _DEFAULT_BATCH * self.built_strategy.num_replicas_in_sync
+        found = self._data(data, name, shuffle=False, default_batch=size)
         self._make_variables(found, optimizer=False)
         if which is not None:
             self.load_weights(which)

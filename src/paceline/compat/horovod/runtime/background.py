@@ -125,6 +125,7 @@ class Background:
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._wire = None  # its connections close with the last reference
 
     def _post(self, request: Request) -> None:
         if self.rank == 0:
@@ -246,6 +247,7 @@ class Background:
         if not settings.stall_check:
             return ""
         stalled = negotiator.stalled(settings.stall_warning_seconds)
+        warned.intersection_update([stall.name for stall in stalled])  # to be warned of again
         new = [stall for stall in stalled if stall.name not in warned]
         if new:
             warned.update(stall.name for stall in new)
@@ -286,6 +288,9 @@ class Background:
                 self._end(response.error, failed=bool(response.value))
                 return
             submissions = self._claim(response)
+            if response.restarts_numbers:
+                with self._lock:
+                    self._counts.clear()
             if response.kind == "error":
                 _finish(submissions, response.error)
                 continue

@@ -189,7 +189,7 @@ def _reducescatter(channel: Channel, response: Response, submission: Submission)
 
 def _to_wire(channel: Channel, flat: torch.Tensor) -> torch.Tensor:
     """``flat`` where the channel takes it from: GPU tensors without NCCL go by host memory."""
-    return flat if isinstance(channel, GpuChannel) else flat.to("cpu")
+    return (flat if isinstance(channel, GpuChannel) else flat.to("cpu")).contiguous()
 
 
 def result_of(submission: Submission) -> Any:

@@ -64,6 +64,9 @@ class Response:
     """join: the rank that joined last; process sets: the id, or -1."""
     ranks: list[int] = field(default_factory=list)
     error: str = ""
+    restarts_numbers: bool = False
+    """All ranks wait here, with nothing else outstanding: tensors without a name are counted anew,
+    since ranks may have submitted different numbers of them."""
 
 
 def encode(messages: Sequence[Request | Response]) -> bytes:

@@ -117,7 +117,7 @@ class Negotiator:
         if self._all_joined:
             last = self._joined[-1]
             self._joined.clear()
-            response = Response("join", ["join"], value=last)
+            response = Response("join", ["join"], value=last, restarts_numbers=True)
             taken.append(Addressed(response, self._sets[GLOBAL_SET]))
         return taken
 
@@ -143,7 +143,9 @@ class Negotiator:
                 f"{name}: no rank can go on, since each waits for ranks that wait elsewhere: "
                 f"{where}. Every rank must call the same collectives."
             )
-            answers.append(Addressed(_error(process_set, [name], error), tuple(pending.requests)))
+            response = _error(process_set, [name], error)
+            response.restarts_numbers = True
+            answers.append(Addressed(response, tuple(pending.requests)))
         self._table.clear()
         return answers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ class Session:
                 "the world, among them the one that calls."
             )
         session = cls(world, members, owns_world=not was_joined and dist.is_initialized())
-        world.before_close(lambda _patience: session.end())
+        ref = weakref.ref(session)  # a world that lives on is not to keep what has ended
+        world.before_close(lambda _patience: _end_if_there(ref()))
         session.background.start()
         cls._current = session
         return session
@@ -188,6 +190,11 @@ def _topology(world: World, rank: int, size: int, group: dist.ProcessGroup | Non
         cross_size=len(same_place),
         is_homogeneous=len(set(nodes.values())) == 1,
     )
+
+
+def _end_if_there(session: Session | None) -> None:
+    if session is not None:
+        session.end()
 
 
 @atexit.register

@@ -70,6 +70,8 @@ from paceline.compat.horovod.torch.mpi_ops import (
     shutdown,
     size,
     sparse_allreduce_async,
+    start_timeline,
+    stop_timeline,
     synchronize,
 )
 from paceline.compat.horovod.torch.optimizer import DistributedOptimizer
@@ -142,5 +144,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -33,6 +33,11 @@ from paceline.compat.horovod.common.process_sets import (
     remove_process_set,
 )
 from paceline.compat.horovod.common.reduce_ops import Adasum, Average, Max, Min, Product, Sum
+from paceline.compat.horovod.common.timeline import (
+    start_by_environment,
+    start_timeline,
+    stop_timeline,
+)
 from paceline.compat.horovod.torch.gathers import (
     allgather,
     allgather_async,
@@ -124,6 +129,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 
@@ -137,12 +144,16 @@ def init(
     ``process_sets`` are made at once, or ``"dynamic"``: to be made later. A second call, without
     ``shutdown()`` in between, changes nothing.
     """
-    if not is_initialized():
-        forget_handles()
+    if is_initialized():
+        basics.init(comm, process_sets)
+        return
+    forget_handles()
     basics.init(comm, process_sets)
+    start_by_environment()
 
 
 def shutdown() -> None:
     """Leave the job. What other ranks still have outstanding fails there."""
     forget_handles()
     basics.shutdown()
+    stop_timeline()

@@ -1,0 +1,138 @@
+"""``horovodrun``'s arguments, every one of them; and ``horovod.run``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import main
+from paceline.compat import horovod
+from paceline.compat.horovod.data import AsyncDataLoaderMixin, BaseDataLoader
+from paceline.compat.horovod.runner.arguments import SWITCHES, WITH_VALUE, read_horovodrun
+from paceline.compat.horovod.runner.util.threads import in_thread
+from paceline.config import load
+from paceline.errors import LaunchError
+
+# what follows horovodrun, and what it is after `paceline train --backend horovod`
+COMMANDS = {
+    "-np 4 -H a:2,b:2 python train.py --lr 1": "--on ssh --hosts a:2,b:2 --script train.py -- "
+    "--lr 1",
+    "-np 3 -H a:2,b:2 python3 -u train.py": "--on ssh --hosts a:2,b:1 --script train.py",
+    "-np 2 ./train.py": "--nproc 2 --script ./train.py",
+    "-np 2 -H localhost:2 python train.py": "--nproc 2 --script train.py",
+    "-np 4 --hostfile hosts --gloo python train.py": "--on ssh --hostfile hosts --script train.py "
+    "(ranks talk over NCCL on GPUs and over Gloo on CPUs; the file's slots must be 4 together)",
+    "-np 2 --mpi -H a,b python train.py": "--on mpi --hosts a:1,b:1 --script train.py",
+    "-np 2 -p 22 -i key python train.py": '--set \'launch.ssh.options=["Port=22", '
+    '"IdentityFile=key"]\' --nproc 2 --script train.py',
+    "-np 2 --timeline-filename t.json --fusion-threshold-mb 1 python train.py": "--set "
+    "'launch.env.HOROVOD_TIMELINE=\"t.json\"' --set "
+    "'launch.env.HOROVOD_FUSION_THRESHOLD=\"1048576\"' --nproc 2 --script train.py",
+    "-np 2 --output-filename logs --reset-limit 2 python train.py": "--run-dir logs "
+    "--max-restarts 2 --nproc 2 --script train.py",
+    "--min-np 2 --max-np 4 -np 2 python train.py": "--max-restarts 3 --nproc 2 --script train.py "
+    "(machines come and go as a whole: where they do, start the command on each of them with "
+    "--nnodes LEAST:MOST --rdzv HOST:PORT)",
+}
+
+REFUSED = {
+    "-np 2 --host-discovery-script d.sh python train.py": "machines that come start the command",
+    "-np 2 --config-file c.yaml python train.py": "give what is set in it as options",
+    "-np 5 -H a:2,b:2 python train.py": "-np 5: the hosts have 4 slots together",
+    "-np 2 --jsrun python train.py": "start it with --on mpi",
+    "-np 2 -cb python train.py": "paceline doctor",
+    "-np 2 python -m package.train": "name the file of the module with --script",
+    "-np 2 --nothing python train.py": "--nothing: no option of horovodrun",
+}
+
+
+@pytest.mark.parametrize("typed", COMMANDS)
+def test_answered_with_the_whole_command(
+    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print(1)")
+    monkeypatch.setattr(sys, "argv", ["paceline", "train", *typed.split()])
+    if not typed.endswith("./train.py"):
+        with pytest.raises(SystemExit):
+            main()
+        said = capsys.readouterr().err.strip()
+    else:
+        said = read_horovodrun(typed.split()).answer()
+    words = f"of horovodrun; here that is: paceline train --backend horovod {COMMANDS[typed]}"
+    assert said.endswith(words), said
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_refused_by_name(typed: str) -> None:
+    assert REFUSED[typed] in read_horovodrun(typed.split()).answer()
+
+
+def test_every_option_is_used_noted_or_refused() -> None:
+    for name in WITH_VALUE:
+        command = read_horovodrun([name, "2", "python", "train.py"])
+        assert any((command.refused, command.notes, len(command.arguments) > 2)), name
+        overrides = [w for w in command.arguments if re.match(r"launch\.\w+[.=]", w)]
+        load(None, overrides)  # keys that there are, with values that they take
+    for name in SWITCHES:
+        command = read_horovodrun(["-np", "2", name, "python", "train.py"])
+        assert any((command.refused, command.notes, len(command.arguments) > 4)), name
+
+
+def test_run_returns_what_every_rank_returned() -> None:
+    def work(start: int, *, factor: int) -> tuple[int, int, float]:
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+        total = hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
+        return start + factor * hvd.rank(), hvd.size(), total
+
+    assert horovod.run(work, (10,), {"factor": 2}, np=2) == [(10, 2, 1.0), (12, 2, 1.0)]
+    with pytest.raises(LaunchError, match="on this machine alone"):
+        horovod.run(work, (1,), hosts="a:2")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nprocs'"):
+        horovod.run(work, nprocs=2)
+    with pytest.raises(ValueError, match="only allow one set True"):
+        horovod.run(work, use_gloo=True, use_mpi=True)
+
+
+def test_loaders_read_ahead() -> None:
+    class Numbers(BaseDataLoader):
+        def __len__(self) -> int:
+            return 3
+
+        def _iterate(self) -> Iterator[Any]:
+            yield from range(3)
+
+    class Ahead(AsyncDataLoaderMixin, Numbers):
+        def _process_batch(self, batch: Any) -> Any:
+            return batch * 2
+
+    class Broken(AsyncDataLoaderMixin, Numbers):
+        def _iterate(self) -> Iterator[Any]:
+            yield 1
+            raise OSError("the disk is gone")
+
+    for size in (0, 1, 8):
+        loader = Ahead(async_loader_queue_size=size)
+        assert [list(loader), list(loader)] == [[0, 2, 4], [0, 2, 4]]
+        iterator = iter(loader)
+        next(iterator)
+        loader.close_async_loader()
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(Broken())
+
+
+def test_threads_are_started() -> None:
+    seen: list[int] = []
+    in_thread(seen.append, (3,)).join()
+    in_thread(lambda: 1 // 0, silent=True).join()
+    assert seen == [3]
+    with pytest.raises(ValueError, match="for one: "):
+        in_thread(seen.append, 3)  # type: ignore[arg-type]
