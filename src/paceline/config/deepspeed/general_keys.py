@@ -27,7 +27,7 @@ BATCH = (
 )
 
 OPTIMIZER = (
-    used("optimizer.type", "text", "optimizer.name", auto="optimizer.name"),
+    used("optimizer.type", "text", "optimizer.name"),
     used("optimizer.params", "mapping", "optimizer.lr, .weight_decay and .args"),
     noted("optimizer.legacy_fusion", "flag", "torch's own optimizers are used.", False),
     used("scheduler.type", "text", "schedule.name: the same formula, step by step"),
@@ -56,7 +56,7 @@ PRECISION = (
         False,
         True,
     ),
-    used("fp16.loss_scale", "number", "the loss scale; 0: a dynamic one", auto="0"),
+    used("fp16.loss_scale", "number", "the loss scale; 0: a dynamic one", auto="a dynamic scale"),
     used("fp16.initial_scale_power", "whole", "the first dynamic scale, 2 to this power"),
     used("fp16.loss_scale_window", "whole", "steps without overflow before the scale doubles"),
     used("fp16.hysteresis", "whole", "overflows before the scale is halved"),

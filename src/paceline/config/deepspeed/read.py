@@ -120,8 +120,10 @@ def _flat(
 def _take(reading: Reading, name: str, value: Any) -> None:
     key = KEYS[name]
     if value == AUTO and AUTO not in key.nothing:
-        if key.fate == "used":
+        if key.fate == "used" and key.auto:
             reading.autos.append(name)
+        elif key.fate == "used":
+            reading.problems.append(f'{name}: "auto" is not taken here. Write the value.')
         elif key.fate == "refused":
             reading.problems.append(f'{name}: "auto" is not taken here. {key.becomes}')
         return

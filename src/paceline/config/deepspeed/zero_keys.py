@@ -14,7 +14,7 @@ _NO_NVME = (
 )
 
 _OWN = (
-    used("stage", "whole", "layout: zero=N"),
+    used("stage", "whole", "layout: zero=N", auto="layout"),
     noted("allgather_partitions", "flag", _MESSAGES, True),
     noted("allgather_bucket_size", "whole", _MESSAGES),
     noted("overlap_comm", "flag", _MESSAGES, True, False),
@@ -30,13 +30,23 @@ _OWN = (
     noted("load_from_fp32_weights", "flag", "Checkpoints hold float32 weights.", True),
     noted("elastic_checkpoint", "flag", "Every checkpoint loads at any layout.", False, True),
     noted("ignore_unused_parameters", "flag", "Unused parameters are found out.", True, False),
-    used("offload_param.device", "text", "sharding.offload: parameters (cpu); none"),
+    used(
+        "offload_param.device",
+        "text",
+        "sharding.offload: parameters (cpu); none",
+        auto="sharding.offload",
+    ),
     refused("offload_param.nvme_path", "text", _NO_NVME, ""),
     noted("offload_param.buffer_count", "whole", _DISK, 5),
     noted("offload_param.buffer_size", "whole", _DISK),
     noted("offload_param.max_in_cpu", "whole", _DISK),
     noted("offload_param.pin_memory", "flag", "Memory is pinned on a GPU.", True, False),
-    used("offload_optimizer.device", "text", "sharding.offload: optimizer (cpu); none"),
+    used(
+        "offload_optimizer.device",
+        "text",
+        "sharding.offload: optimizer (cpu); none",
+        auto="sharding.offload",
+    ),
     refused("offload_optimizer.nvme_path", "text", _NO_NVME, ""),
     noted("offload_optimizer.buffer_count", "whole", _DISK, 4),
     noted("offload_optimizer.pin_memory", "flag", "Memory is pinned on a GPU.", True, False),
