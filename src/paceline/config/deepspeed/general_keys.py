@@ -100,6 +100,12 @@ PRECISION = (
     ),
     noted("data_types.grad_accum_dtype", "text", _FLOAT32, "fp32"),
     noted("data_types.param_dtype", "text", "Parameters are kept in float32.", "fp32"),
+    noted(
+        "data_types.keep_in_fp32_modules",
+        "any",
+        "Parameters and buffers are kept in float32; autocast alone computes in less.",
+        "auto",
+    ),
     noted("data_types.buffer_dtype", "text", "Buffers stay in the format they have."),
 )
 
@@ -110,6 +116,7 @@ COMMUNICATION = (
         f"{_FLOAT32} Where the network is slow, compress: fp16 (or bf16) halves what is sent.",
         "fp32",
     ),
+    noted("fp32_allreduce", "flag", _FLOAT32, True, False),
     noted("seq_parallel_communication_data_type", "text", _FLOAT32, "fp32"),
     refused(
         "gradient_allreduce_op",
@@ -194,6 +201,7 @@ REPORTING = (
 )
 
 _COMPILE = (
+    "disable",
     "passes",
     "autoep_non_moe",
     "free_activation",
@@ -242,6 +250,16 @@ MODEL = (
         "mapping",
         "Write it as tensor.plan, from patterns of names to column, row and the like.",
     ),
+    noted("tensor_parallel.dtype", "text", "Parameters are kept in float32."),
+    noted("tensor_parallel.vocab_parallel_lm_head", "flag", "The plan says which layers are cut."),
+    noted("tensor_parallel.vocab_parallel_ce_backend", "text", "torch computes it.", "torch"),
+    refused(
+        "tensor_parallel.injection_policy_tuple",
+        "list",
+        "Write it as tensor.plan, from patterns of names to column, row and the like.",
+    ),
+    noted("tensor_parallel.keep_module_on_host", "flag", "Each rank reads its own part.", False),
+    noted("tensor_parallel.replace_with_kernel_inject", "flag", "The layers are torch's.", False),
     noted("tensor_parallel.tp", "any", "layout: tp=N says all there is to say."),
     used("dataloader_drop_last", "flag", "data.drop_last"),
     noted(
@@ -266,6 +284,7 @@ MODEL = (
     noted("checkpoint.parallel_write.pipeline_stage", "flag", "All ranks write at once.", False),
     noted("checkpoint.checkpoint_serialization", "flag", "Tensors are written as they are."),
     noted("checkpoint.writer", "mapping", "Checkpoints are written in the background."),
+    noted("disable_python_gc", "flag", "Python collects its garbage as ever.", False),
     noted("graph_harvesting", "flag", "No CUDA graphs are captured.", False),
     noted("use_data_before_expert_parallelism", "flag", "There are no experts.", False),
     noted("vocabulary_size", "whole", "The model says how many tokens it knows."),

@@ -65,7 +65,7 @@ def expand(data: Mapping[str, Any], folder: str) -> Expansion:
     if problems:
         raise ConfigError(problems)
     mapped = [f"{origins[key]} is {key}: {_shown(value)}" for key, value in sections.items()]
-    mapped += [_of_auto(key) for key in settings.autos]
+    mapped += [_of_auto(key) for key in settings.autos if key not in origins.values()]
     mapped += [str(report) for report in settings.reports if report.fate == "noted" and report.text]
     notes = [*settings.notes, *_scaler_notes(settings)]
     return Expansion(_merged(own, sections), mapped, notes)

@@ -26,6 +26,8 @@ _OWN = (
     noted("round_robin_gradients", "flag", _MESSAGES, False),
     noted("legacy_stage1", "flag", _MESSAGES, False),
     noted("sub_group_size", "whole", _MESSAGES),
+    noted("parameter_alignment", "flag", _MESSAGES, False),
+    noted("compute_grad_norm", "flag", "The norm of gradients is computed for clipping.", True),
     noted("memory_efficient_linear", "flag", "torch's own linear layers are used.", True),
     noted("load_from_fp32_weights", "flag", "Checkpoints hold float32 weights.", True),
     noted("elastic_checkpoint", "flag", "Every checkpoint loads at any layout.", False, True),
