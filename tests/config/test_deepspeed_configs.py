@@ -188,6 +188,18 @@ def test_what_both_configs_give_alike_is_fine_and_layouts_are_joined() -> None:
     assert left_out.train.clip_norm == 2.0
 
 
+def test_a_stage_alone_is_spread_over_all_devices() -> None:
+    wanted = {"deepspeed": {**SMALL, "zero_optimization": {"stage": 2}}}
+    assert resolve(load(wanted), devices=4).layout == "dp=4,zero=2"
+    assert resolve(load(load(wanted)), devices=4).layout == "dp=4,zero=2"
+    assert resolve(load(wanted), devices=0).layout == "dp=2,zero=2"
+    assert resolve(load(wanted, ["layout=zero=3"]), devices=4).layout == "dp=1,zero=3"
+    assert resolve(load({**wanted, "launch": {"nproc": 3}}), devices=4).layout == "dp=3,zero=2"
+    parallel = {**wanted["deepspeed"], "tensor_parallel": {"autotp_size": 2}}
+    assert resolve(load({"deepspeed": parallel}), devices=4).layout == "dp=2,zero=2,tp=2"
+    assert resolve(load({"deepspeed": parallel}), devices=1).launch.nproc == 2
+
+
 @pytest.mark.parametrize("value", [[], 3, True, 0.5])
 def test_a_value_of_the_wrong_kind(value: object) -> None:
     assert problems({"deepspeed": value}) == [
