@@ -95,7 +95,8 @@ def run(python: str, library: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = "" if library == "deepspeed" else os.environ.get("PYTHONPATH", "")
+        if library == "deepspeed":  # its Python is another one
+            environment.pop("PYTHONPATH", None)
         command = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
                    "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__,
                    "--rank-of", library, "--out", str(out)]  # fmt: skip

@@ -94,7 +94,9 @@ class DeepSpeedEngine(nn.Module):
         factor = self._loss_weight() if scale_wrt_gas else 1.0
         if self.scaler is not None:
             factor *= self.scaler.scale
-        (loss.float() * factor).backward(retain_graph=retain_graph)
+        # Scaled in half precision, a loss overflows where its gradients would not.
+        wide = loss.float() if loss.dtype in _LOW.values() else loss
+        (wide * factor).backward(retain_graph=retain_graph)
         self._backwards += 1
         return loss
 
@@ -140,16 +142,16 @@ class DeepSpeedEngine(nn.Module):
     def _finish_gradients(self) -> None:
         """Unscale, look for overflows on all ranks, clip; after an overflow nothing is left."""
         assert self.optimizer is not None
-        gradients = Gradients(self.optimizer, self._counts(), self.world.device)
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = Gradients(held, self._counts(), self.world.device)
         if self.scaler is not None:
             gradients.scale(torch.tensor(1 / self.scaler.scale))
         norm = gradients.norm()
         self._norm = float(norm)
         self._overflowed = not bool(torch.isfinite(norm))
         if self._overflowed:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            for parameter in held:
+                parameter.grad = None
         elif self.settings.clip_norm is not None:
             gradients.clip_norm(self.settings.clip_norm, norm)
 
@@ -329,9 +331,8 @@ class DeepSpeedEngine(nn.Module):
             "schedule": self._schedule_state(),
             "client_state": client_state or {},
         }
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        folder = os.fspath(save_dir)
-        self._files.save(folder, name, self.global_steps, own, latest=save_latest)
+        state = self._files.collect(self.global_steps)
+        self._files.save(save_dir, tag, self.global_steps, state, own, latest=save_latest)
         return True
 
     def load_checkpoint(
@@ -353,7 +354,7 @@ class DeepSpeedEngine(nn.Module):
                 f"load_checkpoint({', '.join(unknown)}=…) is not supported. Load the module by "
                 "hand: engine.module.load_state_dict(…)."
             )
-        found = self._files.find(os.fspath(load_dir), None if tag is None else str(tag))
+        found = self._files.find(load_dir, tag)
         if found is None:
             warnings.warn(
                 f"{load_dir}: there is no file 'latest', so nothing is loaded. Name a tag.",

@@ -24,15 +24,16 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """The whole parameter in float32. A collective."""
-    return _whole(param).float()
+    return whole_parameter(param).float()
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The whole gradient, averaged over the ranks, before ``step``. A collective."""
-    return None if param.grad is None else _whole(param.grad)
+    return None if param.grad is None else whole_parameter(param.grad)
 
 
-def _whole(tensor: Any) -> Tensor:
+def whole_parameter(tensor: Any) -> Tensor:
+    """A parameter, or its gradient, whole, whatever part of it this rank holds. A collective."""
     found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found.detach()
 
@@ -43,4 +44,5 @@ __all__ = [
     "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
+    "whole_parameter",
 ]
