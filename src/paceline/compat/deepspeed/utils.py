@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.checkpoint.weights.deepspeed_zero import read_zero_checkpoint
 from paceline.compat.deepspeed.pipe import RepeatingLoader
 from paceline.world import World
 
@@ -32,6 +34,21 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     return None if param.grad is None else whole_parameter(param.grad)
 
 
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> dict[str, Tensor]:
+    """The weights of a checkpoint that DeepSpeed wrote with ZeRO; executes no code from it."""
+    return read_zero_checkpoint(checkpoint_dir, tag)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Give ``model`` those weights."""
+    model.load_state_dict(read_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
 def whole_parameter(tensor: Any) -> Tensor:
     """A parameter, or its gradient, whole, whatever part of it this rank holds. A collective."""
     found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -40,6 +57,8 @@ def whole_parameter(tensor: Any) -> Tensor:
 
 __all__ = [
     "RepeatingLoader",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
