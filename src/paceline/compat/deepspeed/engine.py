@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,10 @@ class DeepSpeedEngine(nn.Module):
         self.world = World.current()
         self._batch = settings.batch.on(self.world.size)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self.scaler = DeepSpeedScaler(settings.loss_scaling) if self.fp16_enabled() else None
+        scaling = settings.loss_scaling
+        if not settings.zero:  # DeepSpeed lowers the scale at every overflow there
+            scaling = replace(scaling, hysteresis=1)
+        self.scaler = DeepSpeedScaler(scaling) if self.fp16_enabled() else None
         self._boundary: bool | None = None
         self._syncing = True
         self._backwards = 0
