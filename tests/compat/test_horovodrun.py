@@ -13,7 +13,12 @@ import pytest
 from paceline.cli import main
 from paceline.compat import horovod
 from paceline.compat.horovod.data import AsyncDataLoaderMixin, BaseDataLoader
-from paceline.compat.horovod.runner.arguments import SWITCHES, WITH_VALUE, read_horovodrun
+from paceline.compat.horovod.runner.arguments import (
+    SWITCHES,
+    WITH_VALUE,
+    is_horovodrun,
+    read_horovodrun,
+)
 from paceline.compat.horovod.runner.util.threads import in_thread
 from paceline.config import load
 from paceline.errors import LaunchError
@@ -66,6 +71,28 @@ def test_answered_with_the_whole_command(
         said = read_horovodrun(typed.split()).answer()
     words = f"of horovodrun; here that is: paceline train --backend horovod {COMMANDS[typed]}"
     assert said.endswith(words), said
+
+
+# whose options they are, where several launchers have a name
+@pytest.mark.parametrize(
+    ("typed", "theirs"),
+    [
+        ("-np 2 python train.py", True),
+        ("-np 2 --timeline-filename t.json train.py", True),
+        ("--config-file c.yaml --cycle-time-ms 1 train.py", True),
+        ("--config-file c.yaml --num-processes 2 train.py", False),
+        ("--config-file c.yaml train.py", False),
+        ("--num_processes 2 python train.py", False),
+        ("-np 2 --master-port 1 train.py", False),
+        ("config.yaml --log-level info", False),
+        ("--reset-limit 2 config.yaml", False),
+        ("--script train.py --log-level info", False),
+        ("-np 2 train.py --log-level info", False),
+        ("", False),
+    ],
+)
+def test_told_from_other_launchers(typed: str, theirs: bool) -> None:
+    assert is_horovodrun(typed.split()) is theirs
 
 
 @pytest.mark.parametrize("typed", REFUSED)

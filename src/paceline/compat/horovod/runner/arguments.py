@@ -195,20 +195,56 @@ SWITCHES: dict[str, _Take] = {
 """The same for options without a value."""
 
 
-_SHARED = ("-np", "-H", "--hosts", "-hostfile", "--hostfile", "--verbose", "--version", "-v", "-p")
-"""Options that other launchers, or ours, have as well."""
+_SHARED = (
+    "-np",
+    "-H",
+    "--hosts",
+    "-hostfile",
+    "--hostfile",
+    "--config-file",
+    "--verbose",
+    "--version",
+    "-v",
+    "-p",
+)
+"""Options that other launchers, or ours, have as well: they say nothing of who is meant."""
+_CONFIGS = (".yaml", ".yml", ".json")
 
 
 def is_horovodrun(args: Sequence[str]) -> bool:
-    """Whether ``args`` are those of ``horovodrun`` and of no other launcher."""
-    names: list[str] = []
-    for place, word in enumerate(args):
-        if os.path.basename(word).startswith("python") and len(args) > place + 1:
-            return bool(names)
-        if word.endswith(".py") or word == "--":
-            break
-        names.append(word.partition("=")[0])
-    return any(name in (*WITH_VALUE, *SWITCHES) and name not in _SHARED for name in names)
+    """Whether ``args`` are those of ``horovodrun`` and of no other launcher.
+
+    One option that only it has decides. Without any, they are its own where all of them could be
+    and a ``python`` follows, as nobody types it after another launcher's options.
+    """
+    names, command = _options_and_command(args)
+    if command.endswith(_CONFIGS):  # paceline train config.yaml
+        return False
+    known = [name for name in names if name in WITH_VALUE or name in SWITCHES]
+    if any(name not in _SHARED for name in known):
+        return True
+    return bool(names) and known == names and _is_python(command)
+
+
+def _options_and_command(args: Sequence[str]) -> tuple[list[str], str]:
+    """The names of the options in front of a command, and its first word."""
+    names, rest = [], list(args)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        name, equals, _ = rest.pop(0).partition("=")
+        names.append(name)
+        has_value = name in WITH_VALUE or (name not in SWITCHES and not _is_command(rest[:1]))
+        if has_value and not equals:
+            del rest[:1]
+    return names, rest[0] if rest else ""
+
+
+def _is_command(words: Sequence[str]) -> bool:
+    """Whether they begin with what cannot be the value of an option that is not known."""
+    return any(word[:1] == "-" or word.endswith(".py") or _is_python(word) for word in words)
+
+
+def _is_python(word: str) -> bool:
+    return os.path.basename(word).startswith("python")
 
 
 def read_horovodrun(args: Sequence[str]) -> HorovodrunCommand:
@@ -237,7 +273,7 @@ def read_horovodrun(args: Sequence[str]) -> HorovodrunCommand:
 
 def _take_script(command: HorovodrunCommand, words: list[str]) -> None:
     """``python train.py --lr 1``, or ``./train.py --lr 1``."""
-    if words and os.path.basename(words[0]).startswith("python"):
+    if words and _is_python(words[0]):
         words = words[1:]
         while words and words[0].startswith("-") and words[0] != "-m":
             words = words[1:]
