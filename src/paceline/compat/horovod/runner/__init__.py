@@ -39,7 +39,7 @@ _WITHOUT_NEED = (
 """Further arguments of Horovod's ``run``; the last two are refused where they are given."""
 
 
-_HELP = """usage: python -m paceline.compat.horovod.runner.launch -np N [options] python SCRIPT [...]
+_HELP = """usage: python -m paceline.compat.horovod.runner.launch -np N [options] python SCRIPT
 
 Runs what horovodrun would: its options are read, and the command of paceline train that does the
 same is shown and run. paceline train --help lists the options of that."""
