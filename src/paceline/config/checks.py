@@ -397,7 +397,7 @@ def _saving(config: Config) -> Problems:
         )
     steps, every = config.train.steps, checkpoint.every
     too_late = every is not None and steps is not None and every > steps
-    others = checkpoint.best or checkpoint.every_epoch or checkpoint.every_minutes
+    others = checkpoint.best or checkpoint.epochs_between or checkpoint.every_minutes
     if too_late and not checkpoint.save_at_end and not others:
         yield (
             config._sources.culprit(("checkpoint", "every"), ("train", "steps")),
