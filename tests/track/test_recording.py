@@ -87,6 +87,7 @@ def test_where_the_time_went_and_who_is_slow_are_curves(tmp_path: Path) -> None:
     assert found["split/data"] == [(4, 0.2)]
     assert found["split_slowest/data"] == [(4, 0.3)]
     assert found["split/waiting"] == [(4, 0.1)]
+    assert found["split/speedup"] == [(4, pytest.approx(4 / 3))]  # a third of two ranks waits
     assert found["straggler/seconds"] == [(4, 0.2)]
     assert found["straggler/rank"] == [(4, 1)]
 
