@@ -81,13 +81,19 @@ def train(library: str, names: list[str]) -> dict[str, dict[str, list[float]]]:
             losses.append(float(loss))
             norm = engine.get_global_grad_norm()
             norms.append(float(norm) if norm is not None else -1.0)
-            scale = engine.optimizer.cur_scale if library == "deepspeed" and low else None
-            scales.append(float(scale) if scale is not None else
-                          engine.loss_scale() if library != "deepspeed" else 1.0)  # fmt: skip
+            scales.append(loss_scale(library, engine) if low else 1.0)
         mean = torch.tensor([0.0 if abs(v) == float("inf") else v for v in losses])
         torch.distributed.all_reduce(mean)
         results[name] = {"losses": (mean / 2).tolist(), "scales": scales, "norms": norms}
     return results
+
+
+def loss_scale(library: str, engine: Any) -> float:
+    """What the losses of the next step are multiplied by."""
+    if library != "deepspeed":
+        return float(engine.loss_scale())
+    optimizer = engine.optimizer  # each of its kinds keeps the scale elsewhere
+    return float(getattr(optimizer, "loss_scale_config", optimizer).cur_scale)
 
 
 def run(python: str, library: str) -> dict[str, Any]:
@@ -95,8 +101,8 @@ def run(python: str, library: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        if library == "deepspeed":
-            environment["PYTHONPATH"] = ""
+        if library == "deepspeed":  # its Python is another one
+            environment.pop("PYTHONPATH", None)
         command = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
                    "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__,
                    "--rank-of", library, "--out", str(out)]  # fmt: skip

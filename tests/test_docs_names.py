@@ -19,6 +19,7 @@ from docs_blocks import PAGES, ROOT, blocks
 from paceline.checkpoint.folder import Folder
 from paceline.cli.app import app
 from paceline.config import Config
+from paceline.config.deepspeed.table import KEYS as DEEPSPEED_KEYS
 from paceline.config.keys import FIELDS, is_free
 from paceline.options.rules import RULES
 from paceline.trainer.history import History
@@ -143,6 +144,8 @@ def test_every_command_and_flag_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_key_of_a_config_exists(page: Path) -> None:
     named = set(keys_named(page.read_text(encoding="utf-8")))
+    if page.name == "deepspeed.md":  # some of DeepSpeed's keys begin like our own
+        named -= set(DEEPSPEED_KEYS)
     assert {key for key in named - NO_KEYS if not is_key(tuple(key.split(".")))} == set()
 
 

@@ -282,3 +282,31 @@ def test_a_console_that_is_gone_is_not_the_runs_fault(folder: Path) -> None:
     process.stderr.close()
     assert (process.wait(timeout=240), said) == (0, b"")
     assert steps_of(folder / "r") == list(range(1, 13))
+
+
+def test_a_deepspeed_config_is_not_needed_again_to_go_on(folder: Path) -> None:
+    wanted = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": "auto", "warmup_num_steps": 4, "warmup_type": "linear"},
+        },
+        "zero_optimization": {"stage": 2},
+        "steps_per_print": 10,
+    }
+    (folder / "ds.json").write_text(json.dumps(wanted))
+    kept = [
+        line for line in CONFIG.splitlines() if not line.startswith(("optim", "sched", "batch"))
+    ]
+    (folder / "ds.yaml").write_text("\n".join([*kept, "deepspeed: ds.json"]).replace("12", "2"))
+    done = train(folder, "ds.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "deepspeed: steps_per_print: 10: The progress bar shows every step." in done.stdout
+    assert "(dp=2,zero=2, cpu, fp32), global batch 8, 2 steps" in done.stdout
+    (folder / "ds.json").unlink()
+    (run,) = (folder / "runs").glob("tiny-*")
+    again = train(folder, "--resume", str(run), "--set", "train.steps=6")
+    assert again.returncode == 0, again.stderr
+    rates = [event.lr for event in events.read(run) if isinstance(event, StepDone)]
+    assert rates == pytest.approx([0.0, 0.0, 0.125, 0.25, 0.375, 0.5])

@@ -100,6 +100,8 @@ def _with_deepspeed(
         data = {**data, **overriding.apply(whole, laid, Sources())[0]}
     expansion = expand(data, folder)
     sources.mapped, sources.notes = expansion.mapped, expansion.notes
+    if data.get("layout", "auto") == "auto":
+        sources.spread_layout = expansion.data.get("layout", "auto")
     return expansion.data
 
 
@@ -112,6 +114,7 @@ def _read(
     if isinstance(source, Config):
         sources.origin = source._sources.origin
         sources.places = dict(source._sources.places)
+        sources.spread_layout = source._sources.spread_layout
         return source.model_dump()
     if isinstance(source, Mapping):
         return _bounded(source, "the config")

@@ -23,10 +23,13 @@ def nproc_of(config: Config, gpus: int) -> int:
     """How many ranks ``config`` starts on a machine with ``gpus`` GPUs."""
     if config.launch.nproc != "auto":
         return config.launch.nproc
+    least = 1
     if config.layout != "auto":
         # Where it does not go into the machines evenly, checks.py says so.
-        return max(1, Layout.smallest(config.layout).world_size // most_nodes(config))
-    return max(gpus, 1) if on_gpu(config, gpus) else RANKS_WITHOUT_GPU
+        least = max(1, Layout.smallest(config.layout).world_size // most_nodes(config))
+        if config.layout != config._sources.spread_layout:
+            return least
+    return max(gpus if on_gpu(config, gpus) else RANKS_WITHOUT_GPU, least)
 
 
 def most_nodes(config: Config) -> int:

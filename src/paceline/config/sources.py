@@ -27,6 +27,8 @@ class Sources:
     """What each key of another library's config has become."""
     notes: list[str] = field(default_factory=list)
     """What is different here from that library."""
+    spread_layout: str = "auto"
+    """A layout that, like ``auto``, is spread over every device: what ``deepspeed`` made of it."""
 
     def add_lines(self, lines: Mapping[Path, int]) -> None:
         """Keys written in the file ``origin``, each on its line."""

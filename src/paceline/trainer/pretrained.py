@@ -1,16 +1,15 @@
-"""Weights of other programs, from safetensors files straight into a model on its layout.
+"""Weights of other programs, from their files straight into a model on its layout.
 
-Each rank reads the elements that it holds, and no others.
+Of safetensors files each rank reads the elements that it holds, and no others.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from torch import nn
 from paceline.checkpoint.manifest import Manifest, TensorEntry
 from paceline.checkpoint.rank_state import Part, held_part
 from paceline.checkpoint.restore import on_all_ranks
+from paceline.checkpoint.weights.deepspeed_zero import ZeroWeights
 from paceline.checkpoint.weights.safetensors_weights import SafetensorsWeights
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of
@@ -26,29 +26,30 @@ from paceline.engine.whole_model import WholeModel
 from paceline.errors import CheckpointError, TrainingError
 
 _SHOWN = 5
+Stored: TypeAlias = SafetensorsWeights | ZeroWeights
 
 
 def load_pretrained(
     model: nn.Module | Engine,
-    where: str | os.PathLike[str],
+    open_weights: Callable[[], Stored],
     *,
     strict: bool,
     rename: Mapping[str, str] | None,
 ) -> str:
-    """Give ``model`` the weights in safetensors files; see ``load_weights``."""
+    """Give ``model`` the weights in files of another program; see ``load_weights``."""
     if isinstance(model, Engine):
-        stored = on_all_ranks(lambda: SafetensorsWeights(where))
+        stored = on_all_ranks(open_weights)
         rank_state = internals_of(model).rank_state
         sources = _sources(stored, rank_state.whole, strict, rename)
         saved = _Saved(stored, sources)
         rank_state.take(saved, saved.fill, weights_only=True, strict=False)
     else:
-        stored = SafetensorsWeights(where)
+        stored = open_weights()
         _load_module(model, stored, _sources(stored, WholeModel(model), strict, rename))
     return stored.where
 
 
-def _load_module(model: nn.Module, stored: SafetensorsWeights, sources: Mapping[str, str]) -> None:
+def _load_module(model: nn.Module, stored: Stored, sources: Mapping[str, str]) -> None:
     state = model.state_dict(keep_vars=True)
     targets = {name: state[name] for name in sources}
     if on_meta := [name for name, tensor in targets.items() if tensor.is_meta]:
@@ -57,7 +58,7 @@ def _load_module(model: nn.Module, stored: SafetensorsWeights, sources: Mapping[
             "model memory first: model.to_empty(device=…)."
         )
     for name, source in sources.items():
-        there, here = stored.weights[source].shape, tuple(targets[name].shape)
+        there, here = tuple(stored.weights[source].shape), tuple(targets[name].shape)
         if there != here:
             raise CheckpointError(
                 f"{stored.where} does not fit this model: {name} has shape {list(there)} there and "
@@ -67,9 +68,7 @@ def _load_module(model: nn.Module, stored: SafetensorsWeights, sources: Mapping[
 
 
 @torch.no_grad()
-def _fill(
-    stored: SafetensorsWeights, parts: Mapping[str, Part], sources: Mapping[str, str]
-) -> None:
+def _fill(stored: Stored, parts: Mapping[str, Part], sources: Mapping[str, str]) -> None:
     with stored.kept_open():
         for name, part in parts.items():
             for piece in part.pieces:
@@ -81,7 +80,7 @@ def _fill(
 class _Saved:
     """The files in the form of a checkpoint, with the names of the model."""
 
-    stored: SafetensorsWeights
+    stored: Stored
     sources: Mapping[str, str]
 
     @property
@@ -89,7 +88,7 @@ class _Saved:
         entries = {}
         for name, source in self.sources.items():
             weight = self.stored.weights[source]
-            entries[MODEL + name] = TensorEntry(weight.shape, dtype_name(weight.dtype), ())
+            entries[MODEL + name] = TensorEntry(tuple(weight.shape), dtype_name(weight.dtype), ())
         return Manifest(step=0, tensors=entries)
 
     def read_object(self, name: str) -> Any:
@@ -101,7 +100,7 @@ class _Saved:
 
 
 def _sources(
-    stored: SafetensorsWeights, whole: WholeModel, strict: bool, rename: Mapping[str, str] | None
+    stored: Stored, whole: WholeModel, strict: bool, rename: Mapping[str, str] | None
 ) -> dict[str, str]:
     """By name in the model: the name in the files. Refuses, or reports, what has no counterpart."""
     there = _renamed(stored, rename)
@@ -138,7 +137,7 @@ def _sources(
     return sources
 
 
-def _renamed(stored: SafetensorsWeights, rename: Mapping[str, str] | None) -> dict[str, str]:
+def _renamed(stored: Stored, rename: Mapping[str, str] | None) -> dict[str, str]:
     """By name as the model is to know it: the name in the files."""
     found: dict[str, str] = {}
     for name in stored.weights:

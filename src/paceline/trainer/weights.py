@@ -19,7 +19,8 @@ from paceline.checkpoint.engine_names import SavedBelow, engine_prefix
 from paceline.checkpoint.locate import Which, find_checkpoint
 from paceline.checkpoint.rank_state import held_part
 from paceline.checkpoint.restore import OpenedCheckpoint, fill, on_all_ranks
-from paceline.checkpoint.weights.safetensors_weights import holds_safetensors
+from paceline.checkpoint.weights.deepspeed_zero import ZeroWeights, zero_folder
+from paceline.checkpoint.weights.safetensors_weights import SafetensorsWeights, holds_safetensors
 from paceline.checkpoint.weights.saved_weights import SavedWeights
 from paceline.engine import Engine
 from paceline.engine.internals import internals_of
@@ -55,7 +56,8 @@ def load_weights(
             engine, and of a model that is spread over ranks, every rank calls it.
         where: a run, a folder of checkpoints or one checkpoint; a path or a URL. Or weights of
             another program on this machine: a ``.safetensors`` file, or a Hugging Face folder with
-            one or with an index of several. Each rank then reads the part that it holds alone.
+            one or with an index of several. Each rank then reads the part that it holds alone. Or
+            a checkpoint that DeepSpeed wrote with ZeRO: its folder, or that of one tag.
         which: ``"last"``, the newest; ``"best"``, by the metric that the run was told to keep the
             best by; or the number of a step.
         strict: refuse weights that the checkpoint lacks or the model does not have. Without it
@@ -75,20 +77,24 @@ def load_weights(
     weights may be half loaded only if the checkpoint was found to be damaged on the way.
     """
     _check_arguments(model, where, which, strict, weights)
-    if holds_safetensors(where):
+    zero = None if holds_safetensors(where) else zero_folder(where)
+    if zero is not None or holds_safetensors(where):
+        kind = "safetensors files" if zero is None else "a checkpoint of DeepSpeed's"
         if key is not None:
             raise CheckpointError(
-                f"load_weights: {os.fspath(where)} holds safetensors files, which have no key; "
+                f"load_weights: {os.fspath(where)} holds {kind}, which have no key; "
                 f"with key={key!r} only checkpoints that were written with it are taken. Import "
                 "them first (paceline checkpoint import --key), or leave the key out."
             )
         if weights != "model" or engine is not None:
             raise CheckpointError(
-                f"load_weights: {os.fspath(where)} holds safetensors files, which have neither "
+                f"load_weights: {os.fspath(where)} holds {kind}, which have neither "
                 "averaged weights nor engines. Leave weights= and engine= out."
             )
         target = model if isinstance(model, Engine) else _unwrapped(model)
-        return load_pretrained(target, where, strict=strict, rename=rename)
+        kind_of_files = SafetensorsWeights if zero is None else ZeroWeights
+        files = functools.partial(kind_of_files, zero or where)
+        return load_pretrained(target, files, strict=strict, rename=rename)
     if rename is not None:
         raise TrainingError(
             f"load_weights: rename= is for safetensors files, and {os.fspath(where)} is not one, "

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoint.manifest import MANIFEST
+from paceline.checkpoint.weights.deepspeed_zero import read_zero_checkpoint, zero_folder
 from paceline.checkpoint.weights.torch_files import is_zip, load_torch_file
 from paceline.errors import CheckpointError
 
@@ -42,11 +43,13 @@ class LoadedWeights:
 
 
 def read_source(path: str | os.PathLike[str]) -> LoadedWeights:
-    """The weights in a safetensors file, a Hugging Face folder or a torch file."""
+    """The weights in a safetensors file, a Hugging Face folder, a torch file or ZeRO's folder."""
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name {_KINDS}.")
     if path.is_dir():
+        if (zero := zero_folder(path)) is not None:
+            return LoadedWeights("deepspeed", read_zero_checkpoint(zero))
         return _read_folder(path)
     check_regular(path)
     if path.suffix == ".safetensors":

@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,10 @@ class DeepSpeedEngine(nn.Module):
         self.world = World.current()
         self._batch = settings.batch.on(self.world.size)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self.scaler = DeepSpeedScaler(settings.loss_scaling) if self.fp16_enabled() else None
+        scaling = settings.loss_scaling
+        if not settings.zero:  # DeepSpeed lowers the scale at every overflow there
+            scaling = replace(scaling, hysteresis=1)
+        self.scaler = DeepSpeedScaler(scaling) if self.fp16_enabled() else None
         self._boundary: bool | None = None
         self._syncing = True
         self._backwards = 0
@@ -94,7 +98,9 @@ class DeepSpeedEngine(nn.Module):
         factor = self._loss_weight() if scale_wrt_gas else 1.0
         if self.scaler is not None:
             factor *= self.scaler.scale
-        (loss.float() * factor).backward(retain_graph=retain_graph)
+        # Scaled in half precision, a loss overflows where its gradients would not.
+        wide = loss.float() if loss.dtype in _LOW.values() else loss
+        (wide * factor).backward(retain_graph=retain_graph)
         self._backwards += 1
         return loss
 
@@ -148,9 +154,8 @@ class DeepSpeedEngine(nn.Module):
         self._norm = float(norm)
         self._overflowed = not bool(torch.isfinite(norm))
         if self._overflowed:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            for parameter in held:
+                parameter.grad = None
         elif self.settings.clip_norm is not None:
             gradients.clip_norm(self.settings.clip_norm, norm)
 
@@ -330,9 +335,8 @@ class DeepSpeedEngine(nn.Module):
             "schedule": self._schedule_state(),
             "client_state": client_state or {},
         }
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        folder = os.fspath(save_dir)
-        self._files.save(folder, name, self.global_steps, own, latest=save_latest)
+        state = self._files.collect(self.global_steps)
+        self._files.save(save_dir, tag, self.global_steps, state, own, latest=save_latest)
         return True
 
     def load_checkpoint(
@@ -354,7 +358,7 @@ class DeepSpeedEngine(nn.Module):
                 f"load_checkpoint({', '.join(unknown)}=…) is not supported. Load the module by "
                 "hand: engine.module.load_state_dict(…)."
             )
-        found = self._files.find(os.fspath(load_dir), None if tag is None else str(tag))
+        found = self._files.find(load_dir, tag)
         if found is None:
             warnings.warn(
                 f"{load_dir}: there is no file 'latest', so nothing is loaded. Name a tag.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -10,11 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.checkpoint.engine_names import SavedBelow
+from paceline.checkpoint.restore import OpenedCheckpoint, fill, on_all_ranks
 from paceline.compat.deepspeed.optimizing import make_optimizer, make_scheduler
+from paceline.compat.deepspeed.saving import OWN, TaggedFolder
 from paceline.config.deepspeed.settings import DeepSpeedSettings
 from paceline.data import loader as make_loader
 from paceline.engine import Engine
-from paceline.errors import DataError, TrainingError
+from paceline.engine.internals import internals_of
+from paceline.errors import CheckpointError, DataError, TrainingError
 from paceline.options import Pipelining, Recompute, Sharding
 from paceline.world import World
 
@@ -194,6 +200,7 @@ class PipelineEngine(nn.Module):
         self.optimizer = self._engine.optimizer
         self._data: Iterator[Any] | None = None
         self._norm: float | None = None
+        self._files = TaggedFolder()
 
     def set_dataloader(self, loader: Any) -> None:
         """What ``train_batch`` reads without an iterator of its own."""
@@ -216,7 +223,7 @@ class PipelineEngine(nn.Module):
         """One step over ``gradient_accumulation_steps`` micro-batches; the mean loss."""
         result = self._engine.step(self._next(data_iter))
         self._norm = result.grad_norm
-        return torch.tensor(result.loss)
+        return torch.tensor(result.loss, dtype=torch.float64)
 
     def eval_batch(
         self,
@@ -232,12 +239,56 @@ class PipelineEngine(nn.Module):
         sums = torch.zeros(2, dtype=torch.float64)
         with self._engine.evaluating():
             for part in self._engine.evaluate(batch):
-                sums += torch.tensor([float(part.loss) * part.weight, part.weight])
+                sums += torch.tensor([float(part.term.total), float(part.term.count)])
             if self.world.size > 1:
                 sums = sums.to(self.world.device)
                 dist.all_reduce(sums)
-            loss = (sums[0] / sums[1]).float().cpu()
+            loss = (sums[0] / sums[1]).cpu()
             return (loss, self._engine.predict(batch)) if return_logits else loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Not of a pipeline."""
+        raise TrainingError(
+            "engine(...): a pipeline is driven by whole steps. Call engine.train_batch() or "
+            "engine.eval_batch()."
+        )
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Save everything as ``save_dir/tag``; every rank calls it."""
+        self._engine.settle()
+        state = internals_of(self._engine).rank_state.collect()
+        own = {"client_state": client_state or {}}
+        self._files.save(save_dir, tag, self.global_steps, state, own, latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: str | int | None = None
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from ``load_dir/tag``, or the latest save, at any number of stages and ranks."""
+        found = self._files.find(load_dir, tag)
+        if found is None:
+            return None, None
+        path, checkpoint = found
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{path} holds no checkpoint of Paceline's, and a pipeline takes no other."
+            )
+        opened = on_all_ranks(lambda: OpenedCheckpoint(checkpoint, lambda name: True))
+        saved = SavedBelow(opened, "")
+        load = saved.load_by(functools.partial(fill, self.world, checkpoint))
+        internals_of(self._engine).rank_state.take(saved, load)
+        return str(path), opened.read_object(OWN)["client_state"]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the pipelines this rank is part of."""
+        return self._engine.coordinate.dp
 
     def _next(self, data_iter: Iterator[Any] | None) -> Any:
         source = self._data if data_iter is None else data_iter
@@ -303,7 +354,7 @@ class PipelineEngine(nn.Module):
         return self._norm
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("forward", "backward", "step"):
+        if name in ("backward", "step"):
             raise AttributeError(
                 f"engine.{name}: a pipeline is driven by whole steps. Call engine.train_batch()."
             )

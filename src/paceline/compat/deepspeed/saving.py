@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,87 @@ from paceline.engine.optimizer_groups import install
 from paceline.engine.rank_state import MODEL, OBJECT, OPTIMIZER
 from paceline.engine.whole_model import WholeModel
 from paceline.errors import CheckpointError
+from paceline.untrusted import read_text
 from paceline.world import World
 
 OWN = "deepspeed"
 """The object that holds what an engine like DeepSpeed's knows beside model and optimizer."""
 _LATEST = "latest"
+_LONGEST_TAG = 4096
 
 
-class EngineFiles:
+class TaggedFolder:
+    """Checkpoints of Paceline's in folders named by tags, and a file that names the latest."""
+
+    def __init__(self) -> None:
+        self._world = World.current()
+        self._group: dist.ProcessGroup | None = None
+
+    def save(
+        self,
+        where: str | os.PathLike[str],
+        tag: str | int | None,
+        step: int,
+        state: RankState,
+        own: dict[str, Any],
+        *,
+        latest: bool,
+    ) -> None:
+        """Save as ``where/tag``, in place of what had that tag; every rank calls it."""
+        name = f"global_step{step}" if tag is None else str(tag)
+        check_tag(name)
+        path = Path(where) / name
+        if self._world.rank == 0:
+            state.objects[OWN] = own
+        folder = Folder(path)
+        save(folder, step, state, info={"tag": name}, group=self.meeting())
+        if self._world.rank == 0:
+            for other in folder.checkpoints():
+                if other.step != step:
+                    folder.remove(other)
+            if latest:
+                (Path(where) / _LATEST).write_text(name, encoding="utf-8")
+        if self._world.size > 1:
+            dist.barrier(self.meeting())  # a load may follow at once
+
+    def find(
+        self, where: str | os.PathLike[str], tag: str | int | None
+    ) -> tuple[Path, Checkpoint | None] | None:
+        """The folder of ``tag``, or of the latest save, and the checkpoint of ours in it."""
+        if tag is None:
+            latest = Path(where) / _LATEST
+            if not latest.is_file():
+                return None
+            tag = read_text(latest, _LONGEST_TAG).strip()
+        check_tag(str(tag))
+        path = Path(where) / str(tag)
+        if not path.is_dir():
+            there = sorted(p.name for p in Path(where).glob("*") if p.is_dir())[:8]
+            raise CheckpointError(
+                f"{path}: there is no such folder. Name a tag that was saved: "
+                f"{', '.join(there) or 'there is none'}."
+            )
+        found = Folder(path).checkpoints()
+        return path, found[-1] if found else None
+
+    def meeting(self) -> dist.ProcessGroup | None:
+        """A group that nothing else uses, for CPU tensors."""
+        if self._world.size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+
+def check_tag(tag: str) -> None:
+    """Refuse a tag that leads out of its folder: it may come from a file of somebody else's."""
+    parts = Path(tag).parts
+    if not parts or ".." in parts or Path(tag).is_absolute():
+        raise CheckpointError(
+            f"the tag {tag!r} must be a name below the folder of checkpoints, such as "
+            "'global_step100'."
+        )
+
+
+class EngineFiles(TaggedFolder):
     """Writes and reads the state of one engine, at any number of ranks."""
 
     def __init__(
@@ -37,34 +111,9 @@ class EngineFiles:
         whole: WholeModel,
         names: list[list[str]],
     ) -> None:
+        super().__init__()
         self._model, self._optimizer, self._whole = model, optimizer, whole
         self._group_names = names
-        self._world = World.current()
-        self._group: dist.ProcessGroup | None = None
-
-    def save(self, folder: str, tag: str, step: int, own: dict[str, Any], *, latest: bool) -> None:
-        """Save as ``folder/tag``; every rank calls it."""
-        path = Path(folder) / tag
-        state = self._collect(step, own)
-        save(Folder(path), step, state, info={"tag": tag}, group=self._meeting())
-        if latest and self._world.rank == 0:
-            (Path(folder) / _LATEST).write_text(tag, encoding="utf-8")
-
-    def find(self, folder: str, tag: str | None) -> tuple[Path, Checkpoint | None] | None:
-        """The folder of ``tag``, or of the latest save, and the checkpoint of ours in it."""
-        if tag is None:
-            latest = Path(folder) / _LATEST
-            if not latest.is_file():
-                return None
-            tag = latest.read_text(encoding="utf-8").strip()
-        path = Path(folder) / tag
-        if not path.is_dir():
-            raise CheckpointError(
-                f"{path}: there is no such folder. Name a tag that was saved: "
-                f"{', '.join(sorted(p.name for p in Path(folder).glob('*') if p.is_dir())[:8])}."
-            )
-        found = Folder(path).checkpoints()
-        return path, found[-1] if found else None
 
     def load(self, checkpoint: Checkpoint, *, optimizer: bool, strict: bool) -> dict[str, Any]:
         """Take over a checkpoint; what the engine knows beside tensors is returned."""
@@ -83,7 +132,7 @@ class EngineFiles:
             )
         found = checkpoint.read_object(OBJECT)
         state = self._optimizer_parts(parts, checkpoint) if optimizer else {}
-        load(checkpoint, parts, self._meeting())
+        load(checkpoint, parts, self.meeting())
         if optimizer and self._optimizer is not None:
             install(self._optimizer, found["groups"], state)
         own: dict[str, Any] = checkpoint.read_object(OWN) if OWN in manifest.objects else {}
@@ -112,7 +161,8 @@ class EngineFiles:
 
     # ------------------------------------------------------------------ inside
 
-    def _collect(self, step: int, own: dict[str, Any]) -> RankState:
+    def collect(self, step: int) -> RankState:
+        """What this rank has to save."""
         state = RankState()
         for name, tensor in self._tensors().items():
             if name in self._whole.parameters or self._world.rank == 0:
@@ -135,7 +185,6 @@ class EngineFiles:
                 "schedule": None,
                 "extra": {},
             }
-            state.objects[OWN] = own
         return state
 
     def _collect_optimizer(self, state: RankState) -> None:
@@ -174,12 +223,6 @@ class EngineFiles:
         found: dict[str, Tensor] = dict(self._model.named_parameters())
         buffers = self._model.named_buffers(remove_duplicate=False)
         return found | {name: value for name, value in buffers if name in self._whole.buffers}
-
-    def _meeting(self) -> dist.ProcessGroup | None:
-        """A group that nothing else uses, for CPU tensors."""
-        if self._world.size > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        return self._group
 
 
 def whole_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,9 +26,9 @@ class DeepSpeedSchedule(LRScheduler):
         """What DeepSpeed calls the place of a schedule: -1 before the first update."""
         return int(self.last_epoch) - 1
 
-    def get_lr(self) -> list[float | Tensor]:
+    def get_lr(self) -> list[Any]:  # torch 2.13 allows tensors in it, and 2.11 only numbers
         """The rate of every group now."""
-        return [*self.rates(self.last_batch_iteration)]
+        return self.rates(self.last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
         """The rate of every group at DeepSpeed's ``iteration``."""
@@ -201,13 +200,13 @@ class OneCycle(DeepSpeedSchedule):
         self.max_moms = self._each(cycle_max_mom, "cycle_max_mom")
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float | Tensor]:
+    def get_lr(self) -> list[Any]:
         """The rate of every group now; sets the betas, which go with it."""
         iteration = self.last_batch_iteration
         if self.cycle_momentum:
             for group, beta in zip(self.optimizer.param_groups, self.momenta(iteration)):  # noqa: B905
                 group["betas"] = (beta, 0.99)
-        return [*self.rates(iteration)]
+        return self.rates(iteration)
 
     def rates(self, iteration: int) -> list[float]:
         """The rate of every group at DeepSpeed's ``iteration``."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils import swap_tensors
 
 from paceline.checkpoint.rank_state import held_part
 from paceline.errors import TrainingError
+from paceline.parallel.dtensor import local
 from paceline.world import World
 
 
@@ -34,10 +37,11 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
 
 class GatheredParameters:
-    """The parameters whole, as ``.data``, for as long as the block lasts.
+    """The parameters whole for as long as the block lasts.
 
-    Outside of it a rank holds its shard. What rank ``modifier_rank`` changes inside is taken over
-    by all ranks; without one, changes are forgotten.
+    Outside of it a rank holds its shard. Inside they are still DTensors, with all of the values on
+    every rank. What rank ``modifier_rank`` changes there is taken over by all ranks; without one,
+    changes are forgotten.
     """
 
     def __init__(
@@ -51,37 +55,34 @@ class GatheredParameters:
             params = params.parameters()
         self._params = [params] if isinstance(params, Tensor) else list(params)
         self._modifier, self._enabled = modifier_rank, enabled
-        self._own: list[tuple[DTensor, Tensor, Tensor]] = []
+        self._swapped: list[tuple[Tensor, nn.Parameter]] = []
+        self._mixing = contextlib.ExitStack()
 
+    @torch.no_grad()
     def __enter__(self) -> GatheredParameters:
-        if self._enabled:
-            with torch.no_grad():
-                for parameter in self._params:
-                    if isinstance(parameter, DTensor):
-                        whole = parameter.full_tensor().detach().clone()
-                        self._own.append((parameter, parameter.data, whole))
-                        parameter.data = whole
+        for parameter in self._params if self._enabled else ():
+            if isinstance(parameter, DTensor):
+                copies = [Replicate()] * parameter.device_mesh.ndim
+                whole = parameter.redistribute(placements=copies).detach().clone()
+                other = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                swap_tensors(parameter, other)  # every reference to the parameter sees the whole
+                self._swapped.append((parameter, other))
+        if self._swapped:  # plain tensors may be copied into them
+            self._mixing.enter_context(implicit_replication())
         return self
 
+    @torch.no_grad()
     def __exit__(self, kind: Any, *_: object) -> None:
-        with torch.no_grad():
-            for parameter, sharded, whole in self._own:
-                changed = parameter.data
-                parameter.data = sharded
-                if self._modifier is not None and kind is None:
-                    if World.current().size > 1:
-                        dist.broadcast(changed, src=self._modifier)
-                    for piece in held_part(parameter).pieces:
-                        piece.tensor.copy_(changed[piece.box.slices()])
-                del whole
-        self._own = []
-
-
-@contextlib.contextmanager
-def whole_parameters(*params: Tensor) -> Iterator[None]:
-    """``GatheredParameters`` for those, to look at."""
-    with GatheredParameters(params):
-        yield
+        self._mixing.close()
+        for parameter, other in self._swapped:
+            swap_tensors(parameter, other)
+            whole = local(other.detach())
+            if self._modifier is not None and kind is None:
+                if World.current().size > 1:
+                    dist.broadcast(whole, src=self._modifier)
+                for piece in held_part(parameter).pieces:
+                    piece.tensor.copy_(whole[piece.box.slices()] if whole.ndim else whole)
+        self._swapped = []
 
 
 def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:

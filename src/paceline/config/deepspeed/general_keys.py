@@ -27,7 +27,7 @@ BATCH = (
 )
 
 OPTIMIZER = (
-    used("optimizer.type", "text", "optimizer.name", auto="optimizer.name"),
+    used("optimizer.type", "text", "optimizer.name"),
     used("optimizer.params", "mapping", "optimizer.lr, .weight_decay and .args"),
     noted("optimizer.legacy_fusion", "flag", "torch's own optimizers are used.", False),
     used("scheduler.type", "text", "schedule.name: the same formula, step by step"),
@@ -56,7 +56,7 @@ PRECISION = (
         False,
         True,
     ),
-    used("fp16.loss_scale", "number", "the loss scale; 0: a dynamic one", auto="0"),
+    used("fp16.loss_scale", "number", "the loss scale; 0: a dynamic one", auto="a dynamic scale"),
     used("fp16.initial_scale_power", "whole", "the first dynamic scale, 2 to this power"),
     used("fp16.loss_scale_window", "whole", "steps without overflow before the scale doubles"),
     used("fp16.hysteresis", "whole", "overflows before the scale is halved"),
@@ -100,6 +100,12 @@ PRECISION = (
     ),
     noted("data_types.grad_accum_dtype", "text", _FLOAT32, "fp32"),
     noted("data_types.param_dtype", "text", "Parameters are kept in float32.", "fp32"),
+    noted(
+        "data_types.keep_in_fp32_modules",
+        "any",
+        "Parameters and buffers are kept in float32; autocast alone computes in less.",
+        "auto",
+    ),
     noted("data_types.buffer_dtype", "text", "Buffers stay in the format they have."),
 )
 
@@ -110,6 +116,7 @@ COMMUNICATION = (
         f"{_FLOAT32} Where the network is slow, compress: fp16 (or bf16) halves what is sent.",
         "fp32",
     ),
+    noted("fp32_allreduce", "flag", _FLOAT32, True, False),
     noted("seq_parallel_communication_data_type", "text", _FLOAT32, "fp32"),
     refused(
         "gradient_allreduce_op",
@@ -194,6 +201,7 @@ REPORTING = (
 )
 
 _COMPILE = (
+    "disable",
     "passes",
     "autoep_non_moe",
     "free_activation",
@@ -223,7 +231,7 @@ MODEL = (
     noted("activation_checkpointing.number_checkpoints", "whole", _BY_MODEL),
     noted("activation_checkpointing.synchronize_checkpoint_boundary", "flag", _BY_MODEL, False),
     noted("activation_checkpointing.profile", "flag", _PROFILER, False),
-    noted("pipeline.stages", "any", "layout: pp=N", "auto"),
+    noted("pipeline.stages", "any", "layout: pp=N, or PipelineModule(num_stages=N)", "auto"),
     noted("pipeline.partition", "text", "pipeline.cuts and .balance", "best"),
     noted("pipeline.seed_layers", "flag", "Every layout starts from one model.", False),
     noted("pipeline.activation_checkpoint_interval", "whole", _BY_MODEL, 0),
@@ -242,6 +250,16 @@ MODEL = (
         "mapping",
         "Write it as tensor.plan, from patterns of names to column, row and the like.",
     ),
+    noted("tensor_parallel.dtype", "text", "Parameters are kept in float32."),
+    noted("tensor_parallel.vocab_parallel_lm_head", "flag", "The plan says which layers are cut."),
+    noted("tensor_parallel.vocab_parallel_ce_backend", "text", "torch computes it.", "torch"),
+    refused(
+        "tensor_parallel.injection_policy_tuple",
+        "list",
+        "Write it as tensor.plan, from patterns of names to column, row and the like.",
+    ),
+    noted("tensor_parallel.keep_module_on_host", "flag", "Each rank reads its own part.", False),
+    noted("tensor_parallel.replace_with_kernel_inject", "flag", "The layers are torch's.", False),
     noted("tensor_parallel.tp", "any", "layout: tp=N says all there is to say."),
     used("dataloader_drop_last", "flag", "data.drop_last"),
     noted(
@@ -266,6 +284,7 @@ MODEL = (
     noted("checkpoint.parallel_write.pipeline_stage", "flag", "All ranks write at once.", False),
     noted("checkpoint.checkpoint_serialization", "flag", "Tensors are written as they are."),
     noted("checkpoint.writer", "mapping", "Checkpoints are written in the background."),
+    noted("disable_python_gc", "flag", "Python collects its garbage as ever.", False),
     noted("graph_harvesting", "flag", "No CUDA graphs are captured.", False),
     noted("use_data_before_expert_parallelism", "flag", "There are no experts.", False),
     noted("vocabulary_size", "whole", "The model says how many tokens it knows."),

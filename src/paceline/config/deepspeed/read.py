@@ -15,14 +15,22 @@ from paceline.config.keys import nearest
 from paceline.errors import ConfigError
 from paceline.untrusted import MOST_CONFIG_BYTES, parse_json, read_bytes
 
+_STAGE3 = (
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "prefetch_bucket_size",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
 _OLD_NAMES = {
     "bfloat16": "bf16",
-    "zero_optimization.param_persistence_threshold": (
-        "zero_optimization.stage3_param_persistence_threshold"
-    ),
-    "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
+    "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
+    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _STAGE3},
 }
 """Names that DeepSpeed itself takes for others."""
 _COMMENTS = ("_comment", "//", "#", "comment")
@@ -120,8 +128,10 @@ def _flat(
 def _take(reading: Reading, name: str, value: Any) -> None:
     key = KEYS[name]
     if value == AUTO and AUTO not in key.nothing:
-        if key.fate == "used":
+        if key.fate == "used" and key.auto:
             reading.autos.append(name)
+        elif key.fate == "used":
+            reading.problems.append(f'{name}: "auto" is not taken here. Write the value.')
         elif key.fate == "refused":
             reading.problems.append(f'{name}: "auto" is not taken here. {key.becomes}')
         return

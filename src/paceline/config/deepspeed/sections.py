@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.config.deepspeed.read import load_ds_config
+from paceline.config.deepspeed.schedules import SCHEDULES
 from paceline.config.deepspeed.settings import DeepSpeedSettings, read_settings
+from paceline.config.deepspeed.table import KEYS
 from paceline.config.fields import OPTIMIZERS
 from paceline.config.keys import flat
 from paceline.errors import ConfigError, LayoutError
@@ -22,11 +24,17 @@ _BATCH = {
     "gradient_accumulation_steps": "batch.accumulate",
 }
 _ANSWERS = {
-    **_BATCH,
     "optimizer.params.lr": "optimizer.lr",
-    "scheduler.params.warmup_num_steps": "schedule.args.warmup_num_steps",
+    **{
+        f"scheduler.params.{name}": f"schedule.args.{name}"
+        for takes in SCHEDULES.values()
+        for name, default in takes.items()
+        if default is ... or name == "warmup_num_steps"
+    },
 }
 """The keys that must be said here where DeepSpeed's config says "auto"."""
+_NEVER_GROWS = 2**31 - 1
+"""Steps until a fixed loss scale would grow: the largest number that torch counts to."""
 
 
 @dataclass
@@ -47,16 +55,20 @@ def expand(data: Mapping[str, Any], folder: str) -> Expansion:
     source = data.get("deepspeed")
     if source is None:
         return Expansion(dict(own))
+    config = loaded(source, folder)
     name = "deepspeed" if isinstance(source, Mapping) else os.fspath(source)
-    settings = read_settings(loaded(source, folder), name=name)
+    settings = read_settings(config, name=name)
     sections, origins = _sections(settings, own)
     given = flat(own)
-    problems = _unanswered(settings, given) + _clashes(sections, origins, given)
+    problems = _unanswered(settings, {**given, **sections})
+    problems += _clashes(sections, origins, given)
     if problems:
         raise ConfigError(problems)
     mapped = [f"{origins[key]} is {key}: {_shown(value)}" for key, value in sections.items()]
+    mapped += [_of_auto(key) for key in settings.autos if key not in origins.values()]
     mapped += [str(report) for report in settings.reports if report.fate == "noted" and report.text]
-    return Expansion(_merged(own, sections), mapped, list(settings.notes))
+    notes = [*settings.notes, *_scaler_notes(settings)]
+    return Expansion(_merged(own, sections), mapped, notes)
 
 
 def loaded(source: Any, folder: str) -> dict[str, Any]:
@@ -99,12 +111,28 @@ def _sections(
     if settings.schedule is not None:
         put("schedule.name", settings.schedule.name, "scheduler.type")
         put("schedule.warmup_steps", 0, "scheduler.type")
-        for name, value in settings.schedule.args.items():
+        args = {**_filled_in(settings, own), **settings.schedule.args}
+        for name, value in args.items():
             put(f"schedule.args.{name}", value, f"scheduler.params.{name}")
-    if "gradient_clipping" not in settings.autos:
+    given = flat(own)
+    clipping_is_given = "gradient_clipping" in settings.values
+    if clipping_is_given or not (
+        "train.clip_norm" in given or "gradient_clipping" in settings.autos
+    ):
         put("train.clip_norm", settings.clip_norm, "gradient_clipping")
+    switched_off = settings.values.get(f"{own.get('precision')}.enabled") is False
     if settings.precision != "fp32":
-        put("precision", settings.precision, f"{settings.precision}.enabled")
+        put("precision", settings.precision, _origin_of_precision(settings))
+    elif switched_off:
+        put("precision", "fp32", f"{own['precision']}.enabled")
+    if settings.precision == "fp16":
+        scale = settings.loss_scaling
+        fixed = scale.fixed is not None
+        origin = "fp16.loss_scale" if fixed else "fp16.initial_scale_power"
+        put("loss_scaling.init_scale", scale.fixed or scale.initial, origin)
+        interval = _NEVER_GROWS if fixed else scale.window
+        origin = "fp16.loss_scale" if fixed else "fp16.loss_scale_window"
+        put("loss_scaling.growth_interval", interval, origin)
     if (layout := _layout(settings, own)) is not None:
         put("layout", layout, "zero_optimization.stage")
     if settings.offload is not None:
@@ -116,6 +144,54 @@ def _sections(
     for key, value, origin in _trackers(settings):
         put(key, value, origin)
     return found, origins
+
+
+def _origin_of_precision(settings: DeepSpeedSettings) -> str:
+    """The key that switched the number format on."""
+    key = f"{settings.precision}.enabled"
+    return key if settings.values.get(key) else "torch_autocast.enabled"
+
+
+def _filled_in(settings: DeepSpeedSettings, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What "auto" stands for in a schedule, where another key of either config says it."""
+    given = flat(own)
+    assert settings.schedule is not None
+    rate = given.get("optimizer.lr")
+    if rate is None and settings.optimizer is not None:
+        rate = settings.optimizer.args.get("lr")
+    known = {"warmup_max_lr": rate, "total_num_steps": given.get("train.steps")}
+    return {
+        name: value
+        for name, value in known.items()
+        if value is not None
+        and f"scheduler.params.{name}" in settings.schedule.autos
+        and f"schedule.args.{name}" not in given
+    }
+
+
+def _of_auto(key: str) -> str:
+    """Where the value of a key that says "auto" comes from."""
+    if key in KEYS:
+        return f'{key} is "auto": {KEYS[key].auto} says it'
+    return f'{key} is "auto": {_ANSWERS.get(key, "its default")} says it'
+
+
+def _scaler_notes(settings: DeepSpeedSettings) -> list[str]:
+    """What torch's gradient scaler, which runs of a config use, does otherwise."""
+    scale, values = settings.loss_scaling, settings.values
+    if settings.precision != "fp16":
+        return []
+    if scale.fixed is not None:
+        return ["fp16.loss_scale: the scale never grows, but each overflow halves it here"]
+    notes = []
+    if scale.hysteresis > 1:
+        notes.append(
+            f"fp16.hysteresis is {scale.hysteresis}: here every overflow halves the scale, in "
+            "DeepSpeed only one after so many. paceline.compat.deepspeed does it as DeepSpeed"
+        )
+    if values.get("fp16.min_loss_scale") is not None:
+        notes.append("fp16.min_loss_scale: the scale has no least value in runs of a config")
+    return notes
 
 
 def _layout(settings: DeepSpeedSettings, own: Mapping[str, Any]) -> str | None:
@@ -165,11 +241,10 @@ def _unanswered(settings: DeepSpeedSettings, given: Mapping[str, Any]) -> list[s
     """What says "auto" there and nothing here."""
     asked = [key for key in settings.autos if key in _ANSWERS]
     sizes = any(given.get(key) is not None for key in _BATCH.values())
-    sizes = sizes or any(settings.values.get(key) is not None for key in _BATCH)
     problems = [
         f'deepspeed: {key} is "auto": say {_ANSWERS[key]} in this config.'
         for key in asked
-        if key not in _BATCH and given.get(_ANSWERS[key]) is None
+        if given.get(_ANSWERS[key]) is None
     ]
     if not sizes:
         problems.append(
