@@ -1,16 +1,18 @@
 """Scripts written for other libraries, run through the launcher: do several ranks give the losses
-of one process?
+of one process, and of the library itself where it can be had?
 
     python benchmarks/compat_scripts.py [--only horovod] [--json FILE]
 
 Each row of ``SCRIPTS`` is a script, the backend it is for, and the arguments with which it computes
 the same on any number of ranks. Losses are what it prints after the word ``loss``. They may differ
 by the order of sums: in float32 the seventh digit, which some tens of steps carry into the fifth.
+Scripts for Accelerate are run a second time with Accelerate, if it is installed, under torchrun.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -36,6 +38,10 @@ class Script:
     arguments: Callable[[int], list[str]]
     options: tuple[str, ...] = ()
     """Further options of ``paceline train``."""
+    then: tuple[str, ...] = ()
+    """Further arguments of a second run in the same folder, which goes on from the first."""
+    theirs: bool = False
+    """Whether to run it once more with the library itself, by ``--library``."""
 
 
 def _split(batch: int, rate: float, flag: str = "--lr") -> Callable[[int], list[str]]:
@@ -63,27 +69,53 @@ SCRIPTS = [
     Script("tensorflow", "tensorflow/keras_fit.py", lambda ranks: []),
     Script("tensorflow", "tensorflow/custom_loop.py", lambda ranks: []),
     Script("tensorflow", "tensorflow/callbacks.py", lambda ranks: []),
+    Script("accelerate", "accelerate/nlp.py", lambda ranks: [], theirs=True),
+    Script("accelerate", "accelerate/cv.py", lambda ranks: [], theirs=True),
+    Script(
+        *("accelerate", "accelerate/cv.py", lambda ranks: ["--epochs", "4"]),
+        then=("--resume-from-checkpoint", "states/epoch_1"),
+        theirs=True,
+    ),
+    Script("accelerate", "accelerate/gan.py", lambda ranks: [], theirs=True),
+    Script("accelerate", "accelerate/gan.py", lambda ranks: ["--zero", "2"]),
 ]
 
 
-def run(script: Script, ranks: int) -> tuple[list[float], float]:
+def run(script: Script, ranks: int, *, theirs: bool = False) -> tuple[list[float], float]:
     """The losses that a script prints on so many ranks, and the seconds it took."""
-    command = [sys.executable, "-m", "paceline", "train", "--backend", script.backend]
-    command += ["--script", str(EXAMPLES / script.file), "--nproc", str(ranks), *script.options]
+    file, arguments = str(EXAMPLES / script.file), script.arguments(ranks)
+    if theirs:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), file, "--library", script.backend]
+    else:
+        backend = ["--backend", script.backend] if script.backend != "accelerate" else []
+        command = [sys.executable, "-m", "paceline", "train", *backend, "--script", file]
+        command += ["--nproc", str(ranks), *script.options, "--"]
+    # A run that goes on begins with one that ends in its middle.
+    runs = [["--stop-after", "2"], list(script.then)] if script.then else [[]]
+    found: list[float] = []
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [*command, "--", *script.arguments(ranks)],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    if done.returncode:
-        raise SystemExit(f"{script.file} on {ranks} ranks failed:\n{done.stdout}{done.stderr}")
-    found = [float(value) for value in re.findall(r"loss[ =:]+(\d+\.\d+)", done.stdout)]
+        for more in runs:
+            done = subprocess.run(
+                [*command, *arguments, *more],
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
+            if done.returncode:
+                told = f"{done.stdout}{done.stderr}"
+                raise SystemExit(f"{script.file} on {ranks} ranks failed:\n{told}")
+            found += map(float, re.findall(r"loss[ =:]+(\d+\.\d+)", done.stdout))
     return found, time.monotonic() - begun
+
+
+def _ways(script: Script) -> list[tuple[int, bool]]:
+    """On how many ranks, and whether with the library itself."""
+    there = script.theirs and importlib.util.find_spec(script.backend) is not None
+    return [(ranks, theirs) for theirs in (False, True)[: 1 + there] for ranks in SIZES]
 
 
 def main() -> None:
@@ -93,20 +125,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the table there")
     given = parser.parse_args()
     rows = []
-    print(f"{'script':44} {'ranks':>5} {'seconds':>7}  {'last loss':>10}  farthest from one rank")
+    print(f"{'script':66} {'ranks':>5} {'seconds':>7}  {'last loss':>10}  farthest from one rank")
     for script in SCRIPTS:
         if given.only not in (None, script.backend):
             continue
         expected: list[float] = []
-        for ranks in SIZES:
-            losses, seconds = run(script, ranks)
+        for ranks, theirs in _ways(script):
+            losses, seconds = run(script, ranks, theirs=theirs)
             expected = expected or losses
             if len(losses) != len(expected) or not losses:
                 raise SystemExit(f"{script.file}: {len(losses)} losses on {ranks} ranks")
             pairs = zip(losses, expected, strict=True)
             farthest = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
-            name = " ".join([script.file, *script.options])
-            print(f"{name:44} {ranks:5} {seconds:7.1f}  {losses[-1]:10.6f}  {farthest:.1e}")
+            by = [f"by {script.backend}"] if theirs else []
+            name = " ".join([script.file, *script.options, *script.then, *by])
+            print(f"{name:66} {ranks:5} {seconds:7.1f}  {losses[-1]:10.6f}  {farthest:.1e}")
             rows.append(
                 {"script": name, "ranks": ranks, "seconds": seconds, "losses": losses}
                 | {"farthest": farthest, "agrees": farthest < CLOSE}
