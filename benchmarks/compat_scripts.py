@@ -1,12 +1,13 @@
 """Scripts written for other libraries, run through the launcher: do several ranks give the losses
 of one process, and of the library itself where it can be had?
 
-    python benchmarks/compat_scripts.py [--only horovod] [--json FILE]
+    python benchmarks/compat_scripts.py [--only horovod|tensorflow|accelerate|ray] [--json FILE]
 
 Each row of ``SCRIPTS`` is a script, the backend it is for, and the arguments with which it computes
 the same on any number of ranks. Losses are what it prints after the word ``loss``. They may differ
 by the order of sums: in float32 the seventh digit, which some tens of steps carry into the fifth.
 Scripts for Accelerate are run a second time with Accelerate, if it is installed, under torchrun.
+Those for Ray Train are a pair: theirs starts a Ray of its own, and ours must give its losses.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -81,16 +82,54 @@ SCRIPTS = [
 ]
 
 
-def run(script: Script, ranks: int, *, theirs: bool = False) -> tuple[list[float], float]:
-    """The losses that a script prints on so many ranks, and the seconds it took."""
-    file, arguments = str(EXAMPLES / script.file), script.arguments(ranks)
-    if theirs:
+RAY_THEIRS = Script("ray", "coming_from/ray_train/theirs.py", lambda ranks: [])
+RAY_OURS = Script("ray", "coming_from/ray_train/ours.py", lambda ranks: [])
+RAY_ON_RAY = replace(RAY_OURS, options=("--on", "ray"))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One run of a script: on how many ranks, and whether with the library itself."""
+
+    script: Script
+    ranks: int
+    theirs: bool = False
+
+
+def comparisons() -> list[list[Way]]:
+    """Runs that must give the same losses, each list compared with its first."""
+    found = []
+    for script in SCRIPTS:
+        ways = [Way(script, ranks) for ranks in SIZES]
+        if script.theirs and importlib.util.find_spec(script.backend) is not None:
+            ways += [Way(script, ranks, theirs=True) for ranks in SIZES]
+        found.append(ways)
+    ours = [Way(RAY_ON_RAY, 2), Way(RAY_OURS, 1), Way(RAY_OURS, 2)]
+    return [*found, [Way(RAY_THEIRS, 2, theirs=True), *ours]]
+
+
+def command_of(way: Way) -> list[str]:
+    """How a script is run on so many ranks."""
+    script, ranks = way.script, str(way.ranks)
+    file = str(EXAMPLES / script.file)
+    if script is RAY_THEIRS:
+        return [sys.executable, file]
+    arguments = script.arguments(way.ranks)
+    if way.theirs:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), file, "--library", script.backend]
-    else:
-        backend = ["--backend", script.backend] if script.backend != "accelerate" else []
-        command = [sys.executable, "-m", "paceline", "train", *backend, "--script", file]
-        command += ["--nproc", str(ranks), *script.options, "--"]
+        command += ["--nproc-per-node", ranks, file, "--library", script.backend]
+        return [*command, *arguments]
+    command = [sys.executable, "-m", "paceline", "train", "--script", file, "--nproc", ranks]
+    backend = ["--backend", script.backend] if script.backend in ("horovod", "tensorflow") else []
+    return [*command, *backend, *script.options, "--", *arguments]
+
+
+def run(way: Way) -> tuple[list[float], float]:
+    """The losses that a script prints on so many ranks, and the seconds it took."""
+    script, ranks = way.script, way.ranks
+    command = command_of(way)
+    # Beside what a script prints there is the progress of its run, on Ray in the same stream.
+    printed = r"(?m)^loss (\d+\.\d+)$" if script.backend == "ray" else r"loss[ =:]+(\d+\.\d+)"
     # A run that goes on begins with one that ends in its middle.
     runs = [["--stop-after", "2"], list(script.then)] if script.then else [[]]
     found: list[float] = []
@@ -98,7 +137,7 @@ def run(script: Script, ranks: int, *, theirs: bool = False) -> tuple[list[float
     with tempfile.TemporaryDirectory() as folder:
         for more in runs:
             done = subprocess.run(
-                [*command, *arguments, *more],
+                [*command, *more],
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 capture_output=True,
@@ -108,14 +147,8 @@ def run(script: Script, ranks: int, *, theirs: bool = False) -> tuple[list[float
             if done.returncode:
                 told = f"{done.stdout}{done.stderr}"
                 raise SystemExit(f"{script.file} on {ranks} ranks failed:\n{told}")
-            found += map(float, re.findall(r"loss[ =:]+(\d+\.\d+)", done.stdout))
+            found += map(float, re.findall(printed, done.stdout))
     return found, time.monotonic() - begun
-
-
-def _ways(script: Script) -> list[tuple[int, bool]]:
-    """On how many ranks, and whether with the library itself."""
-    there = script.theirs and importlib.util.find_spec(script.backend) is not None
-    return [(ranks, theirs) for theirs in (False, True)[: 1 + there] for ranks in SIZES]
 
 
 def main() -> None:
@@ -125,19 +158,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the table there")
     given = parser.parse_args()
     rows = []
-    print(f"{'script':66} {'ranks':>5} {'seconds':>7}  {'last loss':>10}  farthest from one rank")
-    for script in SCRIPTS:
-        if given.only not in (None, script.backend):
+    print(f"{'script':66} {'ranks':>5} {'seconds':>7}  {'last loss':>10}  farthest from the first")
+    for compared in comparisons():
+        if given.only not in (None, compared[0].script.backend):
             continue
         expected: list[float] = []
-        for ranks, theirs in _ways(script):
-            losses, seconds = run(script, ranks, theirs=theirs)
+        for way in compared:
+            script, ranks = way.script, way.ranks
+            losses, seconds = run(way)
             expected = expected or losses
             if len(losses) != len(expected) or not losses:
                 raise SystemExit(f"{script.file}: {len(losses)} losses on {ranks} ranks")
             pairs = zip(losses, expected, strict=True)
             farthest = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
-            by = [f"by {script.backend}"] if theirs else []
+            by = [f"by {script.backend}"] if way.theirs else []
             name = " ".join([script.file, *script.options, *script.then, *by])
             print(f"{name:66} {ranks:5} {seconds:7.1f}  {losses[-1]:10.6f}  {farthest:.1e}")
             rows.append(

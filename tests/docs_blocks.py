@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
-FENCE = re.compile(r"^```(\S*)\s*$")
+FENCE = re.compile(r'^```(\S*)(?: title="([^"]+)")?\s*$')
 NOT_RUN = re.compile(r"^<!-- not run: (.+) -->$")
 ON_RANKS = re.compile(r"^<!-- on (\d+) ranks -->$")
 
@@ -21,6 +21,7 @@ class Block:
 
     ``not_run`` is the reason in a comment ``<!-- not run: … -->`` above it, ``ranks`` the number in
     ``<!-- on 2 ranks -->``. ``output`` is the ``text`` block that follows at once: what it prints.
+    ``file`` is the title of a block that shows a whole file of the repository.
     """
 
     page: Path
@@ -30,6 +31,7 @@ class Block:
     not_run: str | None = None
     ranks: int | None = None
     output: str | None = None
+    file: str | None = None
 
     @property
     def place(self) -> str:
@@ -49,12 +51,13 @@ def blocks(page: Path) -> list[Block]:
     for number, line in enumerate(lines):
         fence = FENCE.match(line)
         if start is None and fence:
-            start, language = number, fence[1]
+            start, language, file = number, fence[1], fence[2]
         elif start is not None and line == "```":
             code = "\n".join(lines[start + 1 : number]) + "\n"
             if language == "text" and last is not None and above == "":
                 last.output = code
             last = _block(page, start + 1, language, code, above)
+            last.file = file
             found.append(last)
             start, above = None, ""
         elif start is None and line.strip():

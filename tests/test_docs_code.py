@@ -12,6 +12,8 @@
 
 ``<!-- not run: reason -->`` above a block leaves it out (``paceline`` commands in it are parsed all
 the same). ``<!-- on 2 ranks -->`` runs it on two live ranks. In output ``…`` stands for anything.
+A block with a title, such as ``python title="examples/a.py"``, is that file, which has tests of its
+own.
 """
 
 from __future__ import annotations
@@ -52,12 +54,16 @@ def with_blocks(*languages: str) -> list[Any]:
     return [
         pytest.param(page, id=str(page.relative_to(ROOT)))
         for page, found in ALL.items()
-        if any(block.language in languages and not block.not_run for block in found)
+        if any(block.language in languages and is_run(block) for block in found)
     ]
 
 
+def is_run(block: Block) -> bool:
+    return block.not_run is None and block.file is None
+
+
 def to_run(page: Path, *languages: str) -> Iterator[Block]:
-    return (block for block in ALL[page] if block.language in languages and not block.not_run)
+    return (block for block in ALL[page] if block.language in languages and is_run(block))
 
 
 @pytest.fixture
@@ -118,6 +124,13 @@ def test_every_block_is_of_a_known_kind(page: Path) -> None:
         if block.language not in LANGUAGES
     ]
     assert unknown == []
+
+
+def test_files_are_shown_as_they_are() -> None:
+    shown = [block for found in ALL.values() for block in found if block.file is not None]
+    assert len(shown) >= 14
+    for block in shown:
+        assert block.code == (ROOT / str(block.file)).read_text(encoding="utf-8"), block.place
 
 
 @pytest.mark.parametrize("page", with_blocks("python"))

@@ -476,10 +476,15 @@ WRONG = {
     "unknown option": (
         TrainingError,
         lambda: paceline.Engine(linear(), optimizer=from_parameters, clip=1.0),
-        "Engine got an unknown argument clip. Did you mean clip_norm? It takes "
+        "Engine got an unknown argument clip. Did you mean clip_norm?",
+    ),
+    "unknown option that is like none": (
+        TrainingError,
+        lambda: paceline.Engine(linear(), optimizer=from_parameters, zzzz=1.0),
+        "Engine got an unknown argument zzzz. It takes "
         "checkpoint_activations, clip_norm, clip_value, compile, compress, count, device_map, "
-        "ema, forward, freeze, init, initial_weights, layout, local_steps, max_memory, microbatch, "
-        "nonfinite, pipeline, precision, randomness, reduction, schedule, sharding, "
+        "ema, forward, freeze, init, initial_weights, layout, local_steps, loss_scaling, "
+        "max_memory, microbatch, nonfinite, pipeline, precision, randomness, reduction, schedule, sharding, "
         "sync_batchnorm, tensor, unfreeze_at.",
     ),
     "not a module": (

@@ -32,6 +32,14 @@ def loader(**options: Any) -> Any:
     return paceline.loader([1, 2], **options)
 
 
+def evaluate(**options: Any) -> Any:
+    return trainer().evaluate([1, 2], **options)
+
+
+def predict(**options: Any) -> Any:
+    return trainer().predict([1, 2], **options)
+
+
 CASES: list[tuple[Callable[..., Any], str, str]] = [
     (trainer, "globl_batch", "Did you mean global_batch?"),
     (trainer, "workers", "Pass data=paceline.DataOptions(workers=…)."),
@@ -55,6 +63,21 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (paceline.Evaluation, "eval_steps", "It is called every here: Evaluation(every=100)."),
     (paceline.Compression, "warmup", "Did you mean warmup_steps?"),
     (paceline.DataOptions, "num_workers", "It is called workers here: DataOptions(workers=4)."),
+    (paceline.EarlyStopping, "monitor", "It is called metric here."),
+    (paceline.EarlyStopping, "early_stopping_threshold", "It is called min_delta here."),
+    (paceline.EarlyStopping, "patiense", "Did you mean patience?"),
+    (paceline.EarlyStopping, "zzzz", "It takes metric, min_delta, mode, patience."),
+    (evaluate, "ckpt_path", "It is called which here."),
+    (evaluate, "steps", "It is called batches here."),
+    (evaluate, "layout", "Pass it to Trainer(layout=…)."),
+    (
+        evaluate,
+        "batch_size",
+        "The batch of a step over all ranks is global_batch, and that of one rank per_device_batch: "
+        "paceline.Trainer(model, ..., global_batch=32).",
+    ),
+    (predict, "output_path", "It is called out here."),
+    (predict, "overwrit", "Did you mean overwrite?"),
 ]
 
 
@@ -67,6 +90,27 @@ def test_an_unknown_argument_is_answered_with_the_one_that_was_meant(
         call(**{name: 1})
     taker = call.__name__ if call not in (trainer, engine) else call.__name__.capitalize()
     assert str(caught.value) == f"{taker} got an unknown argument {name}. {hint}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("16-mixed", "fp16"),
+        ("bf16-mixed", "bf16"),
+        ("32-true", "fp32"),
+        (16, "fp16"),
+        (torch.bfloat16, "bf16"),
+        ("64", "fp64"),
+        ("no", "fp32"),
+    ],
+)
+def test_a_precision_of_another_library_is_answered_with_ours(typed: Any, meant: str) -> None:
+    for call in (trainer, engine, paceline.Accelerator):
+        with pytest.raises(TrainingError) as caught:
+            call(precision=typed)
+        assert str(caught.value) == (
+            f"precision={typed!r} must be one of fp32, bf16, fp16, fp64. Did you mean {meant!r}?"
+        )
 
 
 @pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: owner.__name__)

@@ -525,9 +525,9 @@ def test_misspelt_arguments_and_metrics_are_named_at_once() -> None:
         trainer(globl_batch=3)
     with pytest.raises(TrainingError) as caught:
         trainer(batch_size=3, epochs=2, max_grad_norm=1.0)
-    assert "batch_size. It is called global_batch here." in str(caught.value)
-    assert "epochs. Pass it to fit(epochs=…)." in str(caught.value)
-    assert "max_grad_norm. It is called clip_norm here." in str(caught.value)
+    assert "batch_size. The batch of a step over all ranks is global_batch" in str(caught.value)
+    assert "epochs. fit takes the length of a run, in epochs or in steps" in str(caught.value)
+    assert "max_grad_norm. The bound on the gradient's norm is clip_norm" in str(caught.value)
     with pytest.raises(
         TrainingError,
         match="EarlyStopping watches the metric 'acuracy', but the evaluation gave loss",

@@ -14,23 +14,7 @@ from paceline.credentials import Secret
 from paceline.formatting import one_of
 from paceline.masking import masked
 from paceline.options.declare import range_in_words
-
-_SAME_VALUE = {
-    "float32": "fp32",
-    "32": "fp32",
-    "32-true": "fp32",
-    "float16": "fp16",
-    "half": "fp16",
-    "16-mixed": "fp16",
-    "bfloat16": "bf16",
-    "bf16-mixed": "bf16",
-    "float64": "fp64",
-    "double": "fp64",
-    "gpu": "cuda",
-    "cosine_annealing": "cosine",
-    "constant_with_warmup": "constant",
-}
-"""What other frameworks call a choice."""
+from paceline.options.habits import value_meant
 
 
 def expected(info: FieldInfo) -> str:
@@ -69,7 +53,7 @@ def choice_meant(info: FieldInfo, value: Any) -> str | None:
     if not isinstance(value, str | int) or isinstance(value, bool):
         return None
     word = str(value).lower()
-    same = _SAME_VALUE.get(word)
+    same = value_meant(word)
     return same if same in choices else nearest(word, choices, cutoff=0.6)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Never
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from paceline.data.arguments import LoaderArguments, check_seed, check_sharded, check_workers
 from paceline.data.batch_shares import BatchCut
 from paceline.data.choose_source import given_share, is_stream, source_of
+from paceline.data.huggingface import collate_of
 from paceline.data.loader import Loader, Sharing
 from paceline.data.sample_source import Collate, Fetching
 from paceline.data.torch_dataloader import loader_over_dataloader
@@ -107,7 +108,7 @@ def _loader_over_dataset(dataset: Any, asked: LoaderArguments) -> Loader:
     streamed = is_stream(dataset)
     fixed, layout = given_share(asked.rank, asked.size, asked.layout)
     cut = BatchCut(asked.sizes.global_batch or 1, bool(asked.drop_last))
-    fetching = Fetching(workers, asked.pin_memory, collate_fn or default_collate)
+    fetching = Fetching(workers, asked.pin_memory, collate_of(dataset, collate_fn))
     sharded = asked.sharded_by_rank
     source = source_of(dataset, streamed, cut, fetching, seed, asked.shuffle, sharded)
     check_sharded(sharded, fixed, cut.drop_last)

@@ -25,6 +25,7 @@ from paceline.data.arguments import (
 from paceline.data.batch_shares import BatchCut
 from paceline.data.choose_source import NOT_A_STREAM, given_share, source_of
 from paceline.data.custom_sampler import SamplerSource
+from paceline.data.huggingface import collate_of
 from paceline.data.iterable_dataset import BatchSource
 from paceline.data.loader import Loader, Sharing
 from paceline.data.sample_source import Fetching, SampleSource
@@ -142,7 +143,8 @@ def _fetching_of(
             options["prefetch_factor"] = dataloader.prefetch_factor
             options["multiprocessing_context"] = dataloader.multiprocessing_context
     pin = dataloader.pin_memory if pin_memory is None else pin_memory
-    return Fetching(count, pin, dataloader.collate_fn, options)
+    collate: Any = dataloader.collate_fn
+    return Fetching(count, pin, collate_of(dataloader.dataset, collate), options)
 
 
 def _refuse_conflict(name: str, given: Any, theirs: str, found: Any) -> None:

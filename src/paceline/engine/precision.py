@@ -15,6 +15,7 @@ from paceline.engine.loss_scale import AgreedScaler
 from paceline.errors import TrainingError
 from paceline.formatting import one_of
 from paceline.options import LossScaling
+from paceline.options.habits import value_meant
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +39,9 @@ class Precision:
         scaling: LossScaling = LossScaling(),
     ) -> None:
         if name not in PRECISIONS:
-            raise TrainingError(f"precision={name!r} must be {one_of(PRECISIONS)}.")
+            meant = value_meant(name)
+            hint = f" Did you mean {meant!r}?" if meant in PRECISIONS else ""
+            raise TrainingError(f"precision={name!r} must be {one_of(PRECISIONS)}.{hint}")
         self.name = name
         self.device = device
         self.device_types = [device.type]  # more than one under a device map

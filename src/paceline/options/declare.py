@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from paceline.errors import TrainingError
 from paceline.formatting import one_of
+from paceline.options.habits import value_meant
 
 T = TypeVar("T")
 _SHOWN = 60
@@ -121,7 +122,9 @@ def check(options: Any, whose: str = "") -> None:
     for name, found in declared(type(options)).items():
         value = getattr(options, name)
         if not is_allowed(found, value):
-            raise TrainingError(f"{whose}{name}={shown(value)} must be {found.must_be}.")
+            meant = value_meant(value)
+            hint = f" Did you mean {meant!r}?" if meant and is_allowed(found, meant) else ""
+            raise TrainingError(f"{whose}{name}={shown(value)} must be {found.must_be}.{hint}")
 
 
 def is_allowed(found: Declared, value: Any) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 from paceline.errors import CheckpointError, TrainingError
 from paceline.events import Note
+from paceline.options.arguments import refuse_unknown
 from paceline.options.checkpointing import direction
 from paceline.trainer.saved_fields import Fits, is_count, is_number, known_fields
 
@@ -86,7 +87,9 @@ class EarlyStopping(Callback):
         patience: int = 3,
         mode: Literal["min", "max"] | None = None,
         min_delta: float = 0.0,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(EarlyStopping, unknown)
         if patience < 1:
             raise TrainingError(f"EarlyStopping: patience={patience} must be 1 or more.")
         self.metric = metric

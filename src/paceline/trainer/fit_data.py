@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +43,8 @@ def make_loader(trainer: TrainerBase, data: Any, name: str) -> Loader:
             compare=options.compare,
         )
     check_batch_is_stated(trainer.batch, data, name)
+    if (ready := _like_ready_batches(data)) and trainer.engine.world.rank == 0:
+        logging.getLogger("paceline").warning(ready)
     streamed = not hasattr(data, "__getitem__")
     return loader(
         data,
@@ -68,6 +72,35 @@ def check_batch_is_stated(batch: BatchSizes, data: Any, name: str) -> None:
         "one rank puts through the model at once. Where its items are ready batches, wrap it: "
         "torch.utils.data.DataLoader(data, batch_size=None)."
     )
+
+
+def _like_ready_batches(data: Any) -> str:
+    """What to say of a list whose items look like ready batches, and are read as samples.
+
+    Such an item has tensors with the same first dimension, one of them with further ones. A sample
+    can be like that too, as a sequence with a label for each place is: so nothing is refused.
+    """
+    if not isinstance(data, list | tuple) or not data:
+        return ""
+    shapes = [_shapes_of(data[place]) for place in {0, len(data) // 2, len(data) - 1}]
+    sizes = [{shape[0] for shape in found} for found in shapes]
+    if any(len(found) != 1 or max(found) < 2 for found in sizes):
+        return ""
+    if any(len(found) < 2 or max(map(len, found)) < 2 for found in shapes):
+        return ""
+    first = " and ".join(str(list(shape)) for shape in _shapes_of(data[0]))
+    return (
+        f"The {len(data)} items of the list are read as samples, with tensors of {first}. Where "
+        "they are ready batches, wrap it: torch.utils.data.DataLoader(data, batch_size=None)."
+    )
+
+
+def _shapes_of(item: Any) -> list[tuple[int, ...]]:
+    """The shapes of the tensors and arrays in ``item``; empty where something else is in it."""
+    parts = list(item.values()) if isinstance(item, Mapping) else item
+    if not isinstance(parts, list | tuple) or not all(map(_is_column, parts)):
+        return []
+    return [tuple(part.shape) for part in parts]
 
 
 def check_data(train: Any, val: Any) -> None:

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Never, TypeVar
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from paceline.events import EvalDone
 from paceline.launch import local
 from paceline.launch.environment import read_environment
 from paceline.launch.job import check_nproc
+from paceline.options.arguments import refuse_unknown
 from paceline.options.ema import Weights, check_weights
 from paceline.track import Progress, Tracker, following
 from paceline.trainer.base import TrainerBase
@@ -62,6 +63,7 @@ class InferenceTrainer(TrainerBase):
         weights: Weights | None = None,
         batches: int | None = None,
         nproc: int | None = None,
+        **unknown: Never,
     ) -> dict[str, float]:
         """The loss and the metrics of the model over ``data``, the same on every rank.
 
@@ -80,6 +82,7 @@ class InferenceTrainer(TrainerBase):
             batches: only so many global batches.
             nproc: started by hand, bring up that many ranks for it, as ``fit`` does.
         """
+        refuse_unknown(InferenceTrainer.evaluate, unknown, beside=type(self))
         if batches is not None and (not isinstance(batches, int) or batches < 1):
             raise TrainingError(f"evaluate: batches={batches!r} must be a whole number, 1 or more.")
         check_weights(weights, "evaluate")
@@ -129,6 +132,7 @@ class InferenceTrainer(TrainerBase):
         take: Take = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         nproc: int | None = None,
+        **unknown: Never,
     ) -> Any:
         """The model's outputs for ``data``: a row for each sample, in the order of the data.
 
@@ -156,6 +160,7 @@ class InferenceTrainer(TrainerBase):
                 not simply called with its batch.
             nproc: started by hand, bring up that many ranks for it, as ``fit`` does.
         """
+        refuse_unknown(InferenceTrainer.predict, unknown, beside=type(self))
         if take is not None and not isinstance(take, str) and not callable(take):
             raise TrainingError(f"predict: take={take!r} must be a name or a function.")
         check_weights(weights, "predict")

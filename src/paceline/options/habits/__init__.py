@@ -1,5 +1,6 @@
 """Names typed from habit, and what is answered to them."""
 
-from paceline.options.habits.names import HABITS, IN_SECTION, SECTIONS, Habit, habit_of
+from paceline.options.habits.names import HABITS, IN_CALL, IN_SECTION, SECTIONS, Habit, habit_of
+from paceline.options.habits.values import value_meant
 
-__all__ = ["HABITS", "IN_SECTION", "SECTIONS", "Habit", "habit_of"]
+__all__ = ["HABITS", "IN_CALL", "IN_SECTION", "SECTIONS", "Habit", "habit_of", "value_meant"]

@@ -125,7 +125,7 @@ TRAINING: dict[str, Meaning] = {
         "1.0",
         at={
             "Engine": "paceline.Engine(model, ..., clip_norm=1.0)",
-            "prepare": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+            "prepare": "paceline.Accelerator().clip_grad_norm_(model.parameters(), 1.0)",
         },
     ),
     "clip_value": Meaning(
@@ -134,7 +134,10 @@ TRAINING: dict[str, Meaning] = {
         "train.clip_value",
         "0.5",
         "train.clip_norm: the norm instead",
-        at={"Engine": "paceline.Engine(model, ..., clip_value=0.5)"},
+        at={
+            "Engine": "paceline.Engine(model, ..., clip_value=0.5)",
+            "prepare": "paceline.Accelerator().clip_grad_value_(model.parameters(), 0.5)",
+        },
     ),
     "loss": Meaning(
         "The loss is a function of output and target",

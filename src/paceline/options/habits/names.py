@@ -97,6 +97,33 @@ IN_SECTION = {
 }
 """By their name, ours in the same section or class of options."""
 
+_DATA = "dataloader dataloaders dataset datamodule eval_dataset test_dataset val_dataset x"
+_PASS = {
+    **dict.fromkeys(_DATA.split(), "data"),
+    **dict.fromkeys(("checkpoint", "checkpoint_path", "ckpt", "ckpt_path", "step"), "which"),
+    **dict.fromkeys(("devices", "gpus", "num_gpus", "num_processes", "world_size"), "nproc"),
+    **dict.fromkeys(("ema", "use_ema"), "weights"),
+}
+_BATCHES = "limit limit_batches limit_test_batches limit_val_batches max_batches max_steps steps"
+_FILE = "file filename output output_dir output_file output_path path save_path"
+
+IN_CALL: dict[str, dict[str, str]] = {
+    "EarlyStopping": {
+        "early_stopping_patience": "patience",
+        "early_stopping_threshold": "min_delta",
+        "metric_for_best_model": "metric",
+        "min_change": "min_delta",
+        "monitor": "metric",
+        "quantity": "metric",
+        "threshold": "min_delta",
+        "tolerance": "min_delta",
+        "wait": "patience",
+    },
+    "evaluate": {**_PASS, **dict.fromkeys(_BATCHES.split(), "batches")},
+    "predict": {**_PASS, **dict.fromkeys(_FILE.split(), "out"), "predict_fn": "forward"},
+}
+"""By the call and their name, ours in the same call."""
+
 
 def habit_of(name: str) -> Habit | None:
     """What is known of ``name``, in any spelling: ``--Max-Epochs`` is ``max_epochs``."""

@@ -33,8 +33,7 @@ def _precision(says: str, precision: str) -> Meaning:
         precision,
         at={
             "Engine": f"paceline.Engine(model, ..., precision='{precision}')",
-            "prepare": "torch.autocast('cuda', dtype=torch."
-            f"{'float16' if precision == 'fp16' else 'bfloat16'}) around the forward pass",
+            "prepare": f"paceline.Accelerator(precision='{precision}'), with its own prepare",
         },
     )
 
