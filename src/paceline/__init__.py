@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from paceline.trainer import save_adapter as save_adapter
     from paceline.world import World as World
     from paceline.world import collectives as collectives
+    from paceline.world.rank_logger import get_logger as get_logger
 
 _HOME = {
     "Accelerator": "paceline.engine.accelerator",
@@ -75,6 +76,7 @@ _HOME = {
     "WholeSet": "paceline.trainer",
     "World": "paceline.world",
     "collectives": "paceline.world",
+    "get_logger": "paceline.world.rank_logger",
     "loader": "paceline.data",
     "load_weights": "paceline.trainer",
     "save_adapter": "paceline.trainer",

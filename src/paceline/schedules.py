@@ -6,16 +6,20 @@
 
 A schedule gives, for each step (counted from 0), what the full learning rate is multiplied by.
 Lengths are in steps, or in epochs together with ``steps_per_epoch``.
+
+One of torch's schedulers comes with what it counts: ``every("epoch", StepLR, step_size=30)``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, TrainingError
 
+Interval = Literal["step", "epoch", "evaluation"]
 Shape = Literal["constant", "linear", "cosine"]
 LRFactor = Callable[[int], float]
 Scaling = Literal["none", "linear", "sqrt"]
@@ -60,6 +64,84 @@ def cosine(
     total = _total(steps, epochs, steps_per_epoch)
     warmup = _in_steps("warmup", warmup_steps, warmup_epochs, steps_per_epoch) or 0
     return lambda step: factor("cosine", step, total, warmup=warmup, min_ratio=min_ratio)
+
+
+def then(
+    *schedules: LRFactor,
+    at: int | Sequence[int] | None = None,
+    at_epochs: float | Sequence[float] | None = None,
+    steps_per_epoch: int | None = None,
+) -> LRFactor:
+    """Schedules one after the other, as ``SequentialLR`` has them: each counts from its own start.
+
+        then(constant(warmup_steps=5), cosine(95), at=5)
+
+    ``at`` says after how many steps each schedule but the first begins, ``at_epochs`` (together
+    with ``steps_per_epoch``) after how many epochs.
+    """
+    starts: list[int] = []
+    if at_epochs is None:
+        starts += [] if at is None else [at] if isinstance(at, int) else at
+    elif at is not None:
+        raise ConfigError(f"then: at={at} and at_epochs={at_epochs} both say when: give one.")
+    else:
+        for epochs in [at_epochs] if isinstance(at_epochs, int | float) else at_epochs:
+            starts.append(_in_steps("at", None, epochs, steps_per_epoch) or 0)
+    if len(starts) != len(schedules) - 1:
+        raise ConfigError(
+            f"then: {len(schedules)} schedules need {max(len(schedules) - 1, 0)} starts, one for "
+            f"each but the first; there are {len(starts)}. Give at= or at_epochs=."
+        )
+    if any(after <= before for before, after in zip([0, *starts], starts, strict=False)):
+        raise ConfigError(f"then: the starts {starts} must rise, from 1 step up.")
+
+    def joined(step: int) -> float:
+        number = sum(start <= step for start in starts)
+        return schedules[number](step - [0, *starts][number])
+
+    return joined
+
+
+@dataclass(frozen=True)
+class SteppedSchedule:
+    """A schedule and what it counts; made by ``every``."""
+
+    interval: Interval
+    schedule: Any
+    metric: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def every(
+    interval: Interval, schedule: Any, *, metric: str | None = None, **arguments: Any
+) -> SteppedSchedule:
+    """Say what a schedule counts, for ``schedule=`` of ``Engine`` and ``Trainer``.
+
+        every("step", OneCycleLR(optimizer, max_lr=0.1, total_steps=1000))
+        every("epoch", StepLR, step_size=30)
+        every("epoch", lambda epoch: 0.95**epoch)
+        every("evaluation", ReduceLROnPlateau, metric="accuracy", mode="max")
+
+    Args:
+        interval: after what the schedule takes its next step: each optimizer ``step``, each
+            ``epoch`` of the data, or for ``ReduceLROnPlateau`` each ``evaluation``.
+        schedule: one of torch's schedulers; a scheduler class, or a function of the ``optimizer``
+            that makes one; or a function from the number of steps or epochs so far to a factor on
+            the learning rate.
+        metric: what ``ReduceLROnPlateau`` goes by: a metric of the evaluation, such as ``loss``.
+        arguments: those of a scheduler class, or of a function that makes a scheduler.
+    """
+    if interval not in get_args(Interval):
+        raise TrainingError(
+            f"every({interval!r}, …) must be 'step', 'epoch' or, for ReduceLROnPlateau, "
+            "'evaluation'."
+        )
+    if isinstance(schedule, SteppedSchedule):
+        raise TrainingError(
+            f"every({interval!r}, …): the schedule is every({schedule.interval!r}, …) already. Say "
+            "it once."
+        )
+    return SteppedSchedule(interval, schedule, metric, arguments)
 
 
 def factor(

@@ -160,7 +160,10 @@ def gans(layouts: list[str]) -> list[dict[str, torch.Tensor]]:
 
 def test_a_gan_trains_the_same_on_any_number_of_ranks(ranks: Any) -> None:
     alone = gans(["dp=1"])
-    for size, layouts in ((2, ["dp=2", "dp=2,zero=1", "dp=2,zero=3"]), (4, ["dp=4"])):
+    for size, layouts in (
+        (2, ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"]),
+        (4, ["dp=4"]),
+    ):
         for found in ranks(gans, layouts, world_size=size):
             same(found, alone * len(layouts))
 
@@ -335,6 +338,51 @@ def test_a_saved_loop_goes_on_at_another_size_and_layout(
                 torch.testing.assert_close(found, straight, **exact)
 
 
+def plateau(folder: str, stop_at: int | None = None, plain: bool = False) -> Any:
+    """By a metric, after each epoch; each rank has seen another one, and rank 0's counts."""
+    model, optimizer, loader = parts()
+    schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    if plain:
+        rates = []
+        for loss in LOSSES:
+            schedule.step(loss)
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+    accelerator = paceline.Accelerator(batch_size_is="global")
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    accelerator.load_state(folder, required=False)
+    rates = []
+    for epoch in range(loader.epoch, len(LOSSES)):
+        for x, y in loader:
+            accelerator.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step(torch.tensor(LOSSES[epoch]) + accelerator.world.rank)
+        rates.append(optimizer.param_groups[0]["lr"])
+        if epoch + 1 == stop_at:
+            accelerator.save_state(folder)
+            break
+    return rates
+
+
+LOSSES = [1.0, 0.9, 0.95, 0.97, 0.96, 0.94, 0.99, 0.98]
+
+
+def test_reduce_on_plateau_goes_by_rank_0s_metric_and_on_after_a_resume(
+    ranks: Any, tmp_path: Path
+) -> None:
+    def job() -> list[Any]:
+        whole = plateau(str(tmp_path / "none"))
+        # After one bad epoch: what it has counted is in the state.
+        return [whole, plateau(str(tmp_path / "state"), 3) + plateau(str(tmp_path / "state"))]
+
+    wanted = plateau("", plain=True)
+    assert len(set(wanted)) > 2
+    for whole, resumed in ranks(job, world_size=2):
+        assert whole == wanted
+        assert resumed == wanted
+
+
 def test_two_models_are_saved_together(ranks: Any, tmp_path: Path) -> None:
     def job(layout: str, scale: float) -> list[Any]:
         torch.manual_seed(0)
@@ -373,6 +421,8 @@ def test_wrong_uses_are_answered(ranks: Any) -> None:
         accelerator.prepare(model, stranger)
     with pytest.raises(TrainingError, match=r"was not prepared. Pass both in one call"):
         accelerator.prepare(torch.optim.lr_scheduler.StepLR(stranger, 2))
+    with pytest.raises(TrainingError, match=r"every\('epoch', …\) is for Engine and Trainer"):
+        accelerator.prepare(paceline.schedules.every("epoch", torch.optim.lr_scheduler.StepLR))
     prepared = accelerator.prepare(model)
     optimizer = accelerator.prepare(optimizer)
     prepared(torch.ones(2, 4, dtype=torch.float64)).sum().backward()

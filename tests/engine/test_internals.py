@@ -24,6 +24,7 @@ PUBLIC = {
         "parameter_count",
     ),
     *("step", "steps_done", "spread", "settle", "in_round", "meet"),
+    *("epoch_done", "evaluated"),
     *(
         "evaluating",
         "evaluate",

@@ -50,6 +50,9 @@ def test_what_stands_is_counted_by_kind() -> None:
     assert after.current == sum(after.devices["cpu"].values())
     assert after.current == 4 * parameters + steps + buffers
     assert after.process > after.current
+    mib = after.mib()
+    assert mib["process"] == after.process / 2**20
+    assert "devices" not in mib
 
 
 def test_activations_of_a_step_by_hand() -> None:

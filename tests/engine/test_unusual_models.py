@@ -307,8 +307,8 @@ WRONG = {
         "model's parameters, such as torch.optim.AdamW."),
     "plateau": (TrainingError,
         lambda: _engine(schedule=_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau)),
-        "ReduceLROnPlateau needs a validation metric at each of its steps, which a schedule is not "
-        "given. Step it from a callback's on_evaluate, or use another schedule."),
+        "ReduceLROnPlateau goes by a metric, once an evaluation: pass "
+        "schedule=paceline.schedules.every('evaluation', ReduceLROnPlateau, metric='loss')."),
     "foreign schedule": (TrainingError,
         lambda: _engine(schedule=_scheduler(torch.optim.lr_scheduler.ConstantLR)),
         "the schedule (ConstantLR) belongs to another optimizer, so it would change nothing here. "

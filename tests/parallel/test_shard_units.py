@@ -56,6 +56,19 @@ def test_patterns_and_functions() -> None:
     assert find_units(model, []) == []
 
 
+def test_by_number_of_parameters() -> None:
+    model = GPT(layers=2, width=16, vocab_size=50)
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    assert find_units(model, block) == ["blocks.0", "blocks.1"]
+    # The larger parts of a block first; the block around them has too few left.
+    assert find_units(model, block // 2) == ["blocks.0.mlp", "blocks.1.mlp", "positions"]
+    assert find_units(model, 10**9) == []
+    inside = find_units(nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8)), 64)
+    assert inside == ["0", "1"]
+    with pytest.raises(TrainingError, match=r"units=0 must be a pattern .* a number of parameters"):
+        Sharding(units=0)
+
+
 @pytest.mark.parametrize(
     ("units", "message"),
     [
@@ -77,7 +90,8 @@ def test_units_that_cannot_be_are_refused(units: Any, message: str) -> None:
         ({"reshard": "yes"}, "reshard='yes'"),
         ({"dtype": "float16"}, "dtype='float16' must be one of bf16, fp16"),
         ({"offload": "gradients"}, "offload='gradients' must be one of parameters, optimizer"),
-        ({"units": 3}, "units=3 must be a pattern"),
+        ({"units": 0}, "units=0 must be a pattern"),
+        ({"units": True}, "units=True must be a pattern"),
         ({"units": ["a", ""]}, "units="),
         ({"units": ""}, "units=''"),
     ],

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
+import paceline
 from paceline.errors import LayoutError
 from paceline.parallel.dtensor import held_runs, is_first_copy
 from paceline.parallel.tensor import (
@@ -51,6 +52,17 @@ def test_parallel_linears_compute_what_linears_do(ranks):
         assert cases.relative(full_tensor(rows.weight.grad), down.weight.grad) < 1e-12
         # The bias is added once, and its gradient is the whole one on every rank.
         assert cases.relative(rows.bias.grad, down.bias.grad) < 1e-12
+
+        # The same over a group, or over so many neighbours.
+        world = paceline.World.current()
+        for over in (world.group([0, 1]), 2):
+            again = RowParallelLinear.from_linear(down, over)
+            assert torch.equal(again(ColumnParallelLinear.from_linear(up, over)(x)), got)
+            assert again.weight.device_mesh.size() == 2
+        assert ColumnParallelLinear(6, 8, 1).weight.to_local().shape == (8, 6)
+        for wrong in (3, 0, True, "tp"):
+            with pytest.raises(LayoutError, match="pass a mesh, a Group, or a number that divides"):
+                ColumnParallelLinear(6, 8, wrong)
 
         gathering = ColumnParallelLinear.from_linear(up, mesh, gather_output=True)
         assert cases.relative(gathering(x), up(x)) < 1e-12

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import MissingExtra
+from paceline.errors import MissingExtra, TrainingError
 from paceline.events import (
     EpochDone,
     MediaLogged,
@@ -87,6 +87,7 @@ def test_where_the_time_went_and_who_is_slow_are_curves(tmp_path: Path) -> None:
     assert found["split/data"] == [(4, 0.2)]
     assert found["split_slowest/data"] == [(4, 0.3)]
     assert found["split/waiting"] == [(4, 0.1)]
+    assert found["split/speedup"] == [(4, pytest.approx(4 / 3))]  # a third of two ranks waits
     assert found["straggler/seconds"] == [(4, 0.2)]
     assert found["straggler/rank"] == [(4, 1)]
 
@@ -162,6 +163,28 @@ def test_mlflow_gets_every_number_once_in_one_run(
     assert run.data.params["p149"] == "149"
     shown = capfd.readouterr()
     assert "INFO" not in shown.out + shown.err, "nothing is written across the progress bar"
+
+
+def test_mlflow_joins_the_run_that_is_active(tmp_path: Path, store: tuple[str, Any]) -> None:
+    import mlflow
+
+    uri, client = store
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(uri)
+    try:
+        with pytest.raises(TrainingError, match=r"no run is active. Make the tracker after"):
+            MLflow(join=True)
+        with mlflow.start_run(run_name="mine") as active:
+            with pytest.raises(TrainingError, match="Leave uri and run_name out"):
+                MLflow(join=True, uri=uri)
+            feed(MLflow(join=True, run_dir=tmp_path), started(), *steps(1, 4), finished())
+            run = client.get_run(active.info.run_id)
+            assert run.info.status == "RUNNING"  # whoever began it ends it
+            assert history(client, run.info.run_id, "train/loss") == [(i, i) for i in range(1, 5)]
+            assert run.data.params["run.layout"] == "dp=2"
+    finally:
+        mlflow.set_tracking_uri(before)
+    assert not (tmp_path / "mlflow.json").exists()
 
 
 def test_mlflow_has_images_histograms_and_texts_as_artifacts(

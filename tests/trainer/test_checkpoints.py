@@ -269,6 +269,10 @@ def data() -> TensorDataset:
 def test_when_to_save_and_what_to_keep(tmp_path: Path) -> None:
     small(tmp_path / "epochs", every_epoch=True, keep=9).fit(data(), epochs=3)
     assert steps_in(tmp_path / "epochs" / "checkpoints") == [4, 8, 12]
+    small(tmp_path / "second", every_epochs=2, keep=9, save_at_end=False).fit(data(), epochs=5)
+    assert steps_in(tmp_path / "second" / "checkpoints") == [8, 16]
+    with pytest.raises(TrainingError, match="every_epoch=True is every_epochs=1, and every_epochs"):
+        paceline.Checkpointing(every_epoch=True, every_epochs=2)
     small(tmp_path / "minutes", every_minutes=1e-9, keep=9).fit(data(), steps=3)
     assert steps_in(tmp_path / "minutes" / "checkpoints") == [1, 2, 3]
     small(tmp_path / "some", every=1, keep=2, keep_every=4).fit(data(), steps=11)

@@ -108,7 +108,7 @@ def test_a_checkpoint_gives_values_to_known_fields_alone(
 
 
 def test_torchs_schedulers_take_no_new_attributes(tmp_path: Path) -> None:
-    from paceline.engine.checks import load_schedule
+    from paceline.engine.learning_rate import load_schedule
 
     schedule = trainer(tmp_path, schedule=True).engine_options["schedule"]
     load_schedule(schedule, {**schedule.state_dict(), "last_epoch": 4, "get_lr": "mine"})

@@ -107,7 +107,9 @@ def run_everything(run_dir: Path, interrupt_at: int | None, resume: bool) -> Any
         precision="fp16",
         clip_norm=0.5,
         sync_batchnorm=True,
-        schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+        schedule=paceline.schedules.every(
+            "step", torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        ),
         data=paceline.DataOptions(workers=1),
         evaluation=paceline.Evaluation(every=3),
         checkpoint=paceline.Checkpointing(every=2, memory_every=1),

@@ -70,7 +70,7 @@ def make(layout: str = "auto", run_dir: Path | None = None, **ends: int) -> pace
         layout=layout,
         run_dir=run_dir,
         progress=False,
-        schedule=torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        schedule=paceline.schedules.every("step", torch.optim.lr_scheduler.StepLR(optimizer, 2)),
         callbacks=[Watcher([], model, **ends), Adds(tally)],
         objects={"tally": tally},
     )
@@ -108,7 +108,7 @@ def assert_same(found: paceline.Trainer, wanted: paceline.Trainer) -> None:
         for key, value in state.items():
             torch.testing.assert_close(own["state"][number][key], value, rtol=1e-4, atol=1e-6)
     assert [g["lr"] for g in own["param_groups"]] == [g["lr"] for g in theirs["param_groups"]]
-    schedules = [t.engine_options["schedule"].last_epoch for t in (found, wanted)]
+    schedules = [t.engine_options["schedule"].schedule.last_epoch for t in (found, wanted)]
     assert schedules[0] == schedules[1]
     watcher, other = found.callbacks[0], wanted.callbacks[0]
     assert watcher.count == other.count

@@ -50,8 +50,7 @@ def _unknown(option: str, args: Sequence[str], known: Sequence[str]) -> str:
     from paceline.config.keys import FIELDS, nearest, section_of, suggest
     from paceline.options.habits import habit_of
 
-    trains_config = any(arg.endswith(_CONFIGS) for arg in args)
-    if is_horovodrun(args) and not trains_config:
+    if is_horovodrun(args):
         return read_horovodrun(args).answer()
     script = _script_in(args)
     own, after = _split_at(args, script)

@@ -28,6 +28,7 @@ from paceline.config.targets import UNKNOWN, Callee, argument_problems, look_up
 from paceline.credentials import Secret, references
 from paceline.errors import ConfigError, DataError, LayoutError
 from paceline.layout import Layout
+from paceline.options.checkpointing import is_loss
 
 MOST_RANKS_ON_A_MACHINE = 1024
 _BATCH_KEYS = ("global_batch", "per_device_batch", "accumulate", "microbatch")
@@ -151,12 +152,15 @@ def _learning_rate(config: Config) -> Problems:
             f"schedule.args are for torch's schedulers and import paths; schedule.name="
             f"{schedule.name} takes warmup_steps and min_ratio",
         )
-    if schedule.warmup_steps and schedule.name in ("OneCycleLR", "CyclicLR"):
-        yield (
-            ("schedule", "warmup_steps"),
-            f"schedule.warmup_steps={schedule.warmup_steps}: {schedule.name} rises by itself; "
-            "set it to 0",
-        )
+    for key in ("warmup_steps", "warmup_epochs"):
+        length = getattr(schedule, key)
+        if length and schedule.name in ("OneCycleLR", "CyclicLR"):
+            told = "set it to 0" if key == "warmup_steps" else "leave it out"
+            yield (
+                ("schedule", key),
+                f"schedule.{key}={length:g}: {schedule.name} rises by itself; {told}",
+            )
+    yield from _counting(config)
     if schedule.lr_scaling != "none" and schedule.reference_batch is None:
         yield (
             ("schedule", "lr_scaling"),
@@ -168,6 +172,61 @@ def _learning_rate(config: Config) -> Problems:
             ("schedule", "reference_batch"),
             f"schedule.reference_batch={schedule.reference_batch} has no effect while "
             "schedule.lr_scaling=none; set that to linear or sqrt, or leave this out",
+        )
+
+
+def _counting(config: Config) -> Problems:
+    """What a scheduler counts, and in what its warm-up is given."""
+    schedule, name = config.schedule, config.schedule.name
+    plateau = name == "ReduceLROnPlateau"
+    if schedule.every is not None and (name in SCHEDULES or plateau):
+        told = "is stepped after each evaluation" if plateau else "goes by steps"
+        yield (
+            ("schedule", "every"),
+            f"schedule.every={schedule.every} is for torch's other schedulers and import paths; "
+            f"{name} {told}: leave it out",
+        )
+    if plateau and schedule.metric is None:
+        yield (
+            ("schedule", "metric"),
+            "schedule.name=ReduceLROnPlateau needs schedule.metric: the validation metric that it "
+            "goes by, such as loss",
+        )
+    elif plateau and "mode" not in schedule.args and not is_loss(schedule.metric or ""):
+        yield (
+            ("schedule", "metric"),
+            f"schedule.metric={schedule.metric}: is a larger one better, or a smaller one? Set "
+            "schedule.args.mode to max or min",
+        )
+    if schedule.metric is not None and not plateau:
+        yield (
+            ("schedule", "metric"),
+            f"schedule.metric={schedule.metric} is for ReduceLROnPlateau; {name} goes by none",
+        )
+    warmup = "warmup_steps" if schedule.warmup_steps else "warmup_epochs"
+    if schedule.warmup_steps and schedule.warmup_epochs is not None:
+        yield (
+            config._sources.culprit(("schedule", "warmup_epochs"), ("schedule", "warmup_steps")),
+            f"schedule.warmup_steps={schedule.warmup_steps} and schedule.warmup_epochs="
+            f"{schedule.warmup_epochs:g} both say how long the warm-up is; give one",
+        )
+    elif plateau and getattr(schedule, warmup):
+        yield (
+            ("schedule", warmup),
+            f"schedule.{warmup}={getattr(schedule, warmup)}: ReduceLROnPlateau has no warm-up; "
+            "leave it out, or set it to 0",
+        )
+    elif schedule.every == "epoch" and schedule.warmup_steps:
+        yield (
+            ("schedule", "warmup_steps"),
+            f"schedule.warmup_steps={schedule.warmup_steps}: {name} counts epochs here; give "
+            "warmup_epochs instead",
+        )
+    elif schedule.every == "epoch" and (schedule.warmup_epochs or 0) % 1:
+        yield (
+            ("schedule", "warmup_epochs"),
+            f"schedule.warmup_epochs={schedule.warmup_epochs:g} must be a whole number where "
+            "schedule.every=epoch",
         )
 
 
@@ -338,7 +397,7 @@ def _saving(config: Config) -> Problems:
         )
     steps, every = config.train.steps, checkpoint.every
     too_late = every is not None and steps is not None and every > steps
-    others = checkpoint.best or checkpoint.every_epoch or checkpoint.every_minutes
+    others = checkpoint.best or checkpoint.epochs_between or checkpoint.every_minutes
     if too_late and not checkpoint.save_at_end and not others:
         yield (
             config._sources.culprit(("checkpoint", "every"), ("train", "steps")),

@@ -56,6 +56,7 @@ TORCH_SCHEDULERS = (
     "MultiStepLR",
     "OneCycleLR",
     "PolynomialLR",
+    "ReduceLROnPlateau",
     "StepLR",
 )
 """The schedulers of torch that a config can describe, by the names of their classes."""
@@ -97,11 +98,6 @@ def _optimizer_name(value: str) -> str:
 def _schedule_name(value: str) -> str:
     if value in SCHEDULES or value in TORCH_SCHEDULERS or _IMPORT_PATH.fullmatch(value):
         return value
-    if value == "ReduceLROnPlateau":
-        raise ValueError(
-            "ReduceLROnPlateau waits for a metric, which a schedule is not given; step it from a "
-            "callback's on_evaluate, or use another schedule"
-        )
     known = {name.lower(): name for name in (*SCHEDULES, *TORCH_SCHEDULERS)}
     near = difflib.get_close_matches(value.lower(), known, n=1)
     meant = _SAME_SCHEDULE.get(value.lower()) or (known[near[0]] if near else None)

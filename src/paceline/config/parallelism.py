@@ -78,7 +78,7 @@ class OptionsSection(Section):
 class ShardingSection(OptionsSection):
     """How ``zero`` shards a model; see docs/guides/sharding.md."""
 
-    units: str | list[str] | None = _sharding("units")
+    units: str | list[str] | Annotated[int, limits(Sharding, "units")] | None = _sharding("units")
     reshard: bool | Annotated[int, limits(Sharding, "reshard")] | None = _sharding("reshard")
     dtype: Literal["bf16", "fp16"] | None = _sharding("dtype")
     offload: Literal["parameters", "optimizer"] | None = _sharding("offload")

@@ -35,6 +35,7 @@ class Checkpoint(Section):
     save_at_end: bool = _saving("save_at_end")
     every_minutes: float | None = _saving("every_minutes")
     every_epoch: bool = _saving("every_epoch")
+    every_epochs: int | None = _saving("every_epochs")
     keep_best: int = _saving("keep_best")
     keep_every: int | None = _saving("keep_every")
     asynchronous: bool = _saving("asynchronous")
@@ -46,6 +47,11 @@ class Checkpoint(Section):
     start_from: CheckpointURL | None = _saving("start_from", min_length=1)
     digest: Literal["xxh3", "blake2b"] = _saving("digest")
     digest_key: Secret | None = _saving("digest_key")
+
+    @property
+    def epochs_between(self) -> int | None:
+        """After how many epochs to save; ``None``: epochs do not count."""
+        return 1 if self.every_epoch else self.every_epochs
 
     def options(self) -> Checkpointing:
         """For the trainer."""

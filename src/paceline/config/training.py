@@ -155,6 +155,23 @@ class Schedule(Section):
         description="Steps of linear rise to the full rate. "
         "Left out in a config with a model or data of its own: 0.",
     )
+    warmup_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Instead of warmup_steps: epochs of linear rise to the full rate.",
+    )
+    every: Literal["step", "epoch"] | None = Field(
+        default=None,
+        description="What one of torch's schedulers, or one of an import path, counts: step, it "
+        "is stepped after each optimizer step, or epoch. Left out, as in configs of earlier "
+        "versions: step, and the run says so.",
+    )
+    metric: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What ReduceLROnPlateau goes by after each evaluation: a validation metric, "
+        "such as loss.",
+    )
     min_ratio: float = Field(
         default=demo.MIN_RATIO,
         ge=0,
@@ -170,6 +187,16 @@ class Schedule(Section):
     reference_batch: Positive | None = Field(
         default=None, description="The global batch optimizer.lr was chosen for."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_default_steps_of_warmup(cls, data: Any) -> Any:
+        """The demo's warm-up in steps is for schedules that count steps."""
+        if not isinstance(data, Mapping) or "warmup_steps" in data:
+            return data
+        counts_others = data.get("every") == "epoch" or data.get("name") == "ReduceLROnPlateau"
+        in_epochs = data.get("warmup_epochs") is not None
+        return {**data, "warmup_steps": 0} if counts_others or in_epochs else data
 
 
 class Batch(Section):

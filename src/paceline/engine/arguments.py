@@ -17,10 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import LossError, TrainingError
 from paceline.options.declare import shown
+from paceline.schedules import SteppedSchedule
 from paceline.world import World
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-LRSchedule = Callable[[int], float] | LRScheduler
+LRSchedule = Callable[[int], float] | LRScheduler | SteppedSchedule
 
 
 def check_arguments(

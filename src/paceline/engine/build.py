@@ -10,13 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.engine.arguments import OptimizerFactory
-from paceline.engine.checks import check_loss_parameters, check_optimizer, check_schedule
+from paceline.engine.checks import check_loss_parameters, check_optimizer
 from paceline.engine.context import StepContext
 from paceline.engine.ema import AveragedWeights
 from paceline.engine.freezing import Freezing
 from paceline.engine.initial_weights import start_from_one_model, start_from_one_optimizer
 from paceline.engine.internals import Internals
-from paceline.engine.learning_rate import LearningRate
+from paceline.engine.learning_rate import LearningRate, resolve_schedule
 from paceline.engine.loss import LossFunction, LossModule
 from paceline.engine.memory import MemoryMeter
 from paceline.engine.microbatches import Microbatches
@@ -89,7 +89,7 @@ def build(
     precision.prepare(module)
     replica = Replica(model, layout, world, randomness=make_randomness(options, world))
     optimizer = _made(optimizer, model, freezing)
-    check_schedule(options.schedule, optimizer)
+    schedule = resolve_schedule(options.schedule, optimizer)
     start_from_one_optimizer(optimizer, model, world)
     groups = Groups(optimizer, model)
     microbatches = Microbatches(
@@ -124,7 +124,7 @@ def build(
         precision=precision,
         optimizer=optimizer,
         groups=groups,
-        learning_rate=LearningRate(optimizer, options.schedule),
+        learning_rate=LearningRate(optimizer, schedule),
         microbatches=microbatches,
         same_batches=SameBatches(layout, world),
         sync=_synchronising(plain, replica, precision, options),

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import CheckpointError, LossError, TrainingError
 from paceline.options import Compression, EngineOptions
@@ -156,50 +155,6 @@ def check_optimizer_state(
             f"the saved state is that of another kind of optimizer: {type(optimizer).__name__} "
             f"needs {', '.join(missing)}, which it does not have. Use the optimizer of that run, "
             "or start a new run."
-        )
-
-
-def load_schedule(schedule: LRScheduler, saved: Any) -> None:
-    """Give one of torch's schedulers its saved state: the fields that it has, each of its kind.
-
-    Torch itself would make an attribute of every key in the file.
-    """
-    own = schedule.state_dict()
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(
-            f"the saved state of the schedule is a {type(saved).__name__}, not a mapping: the "
-            "checkpoint was changed since it was saved. Resume from another one."
-        )
-    taken = {name: value for name, value in saved.items() if name in own}
-    for name, value in taken.items():
-        known = own[name]
-        numbers = isinstance(known, int | float) and isinstance(value, int | float)
-        if not (numbers or known is None or value is None or isinstance(value, type(known))):
-            raise CheckpointError(
-                f"the saved state of the schedule ({type(schedule).__name__}) has {name}="
-                f"{value!r:.60}, where this one has {known!r:.60}. Use the schedule of that run, "
-                "or resume from another checkpoint."
-            )
-    schedule.load_state_dict({**own, **taken})
-
-
-def check_schedule(schedule: Any, optimizer: Optimizer) -> None:
-    """Refuse a schedule that would do nothing, or fail at the first step."""
-    if isinstance(schedule, ReduceLROnPlateau):
-        raise TrainingError(
-            "ReduceLROnPlateau needs a validation metric at each of its steps, which a schedule is "
-            "not given. Step it from a callback's on_evaluate, or use another schedule."
-        )
-    if isinstance(schedule, LRScheduler):
-        if schedule.optimizer is not optimizer:
-            raise TrainingError(
-                f"the schedule ({type(schedule).__name__}) belongs to another optimizer, so it "
-                "would change nothing here. Make it from the optimizer that you pass."
-            )
-    elif schedule is not None and (not callable(schedule) or isinstance(schedule, type)):
-        raise TrainingError(
-            f"schedule={schedule!r} must be a function from the step to a factor on the learning "
-            "rate, or one of torch's schedulers."
         )
 
 

@@ -19,6 +19,7 @@ from paceline.engine.checks import check_model_and_options, rules_on_frozen
 from paceline.engine.freezing import Freezing
 from paceline.engine.inference import InferenceEngine
 from paceline.engine.initial_weights import check_not_spread
+from paceline.engine.learning_rate import say_what_it_counts
 from paceline.engine.loss import LossFunction
 from paceline.engine.rank_state import RankStates
 from paceline.engine.reporting import ReportingEngine
@@ -46,7 +47,7 @@ from paceline.options.habits.attributes import missing_attribute
 from paceline.options.rules import layout_in_world
 from paceline.parallel.device_map import DeviceLike
 from paceline.parallel.distributed_model import DistributedModel
-from paceline.world import World
+from paceline.world import World, collectives
 
 
 class Engine(InferenceEngine, ReportingEngine):
@@ -69,8 +70,9 @@ class Engine(InferenceEngine, ReportingEngine):
         loss_scaling: How fp16 scales its losses.
         clip_norm: Clip the norm of the whole gradient to this. None: no clipping.
         clip_value: Clip each element of the gradient to this. None: no clipping.
-        schedule: A function from the step (0, 1, …) to a factor on each group's learning rate,
-            or one of torch's schedulers.
+        schedule: A function from the step (0, 1, …) to a factor on each group's learning rate;
+            or one of torch's schedulers with what it counts, such as
+            paceline.schedules.every('epoch', StepLR, step_size=30).
         compile: Compile the model with torch.compile.
         nonfinite: On NaN or Inf in the loss or the gradient: stop the run (on a GPU one step
             later), skip the step, or ignore it.
@@ -176,6 +178,7 @@ class Engine(InferenceEngine, ReportingEngine):
             initial_weights=initial_weights,
             randomness=randomness,
         )
+        say_what_it_counts(schedule)
         check_not_spread(model)
         freezing = Freezing(model, self.options)
         freezing.begin()
@@ -211,6 +214,19 @@ class Engine(InferenceEngine, ReportingEngine):
                 "optimizer= to train, such as torch.optim.AdamW(model.parameters())."
             )
         return run_step(self._context, batch)
+
+    def epoch_done(self) -> None:
+        """Let a schedule that counts epochs go on. Call it after each; the trainer does."""
+        self._context.learning_rate.epoch_done()
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Let ``ReduceLROnPlateau`` see what an evaluation gave; the trainer does.
+
+        Every rank calls it, and rank 0's metrics count.
+        """
+        rate = self._context.learning_rate
+        if rate.goes_by_metric:
+            rate.evaluated(collectives.broadcast_object(dict(metrics)))
 
     @property
     def steps_done(self) -> int:

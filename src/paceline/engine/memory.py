@@ -56,6 +56,11 @@ class Memory:
         """As plain numbers, for an event or another rank."""
         return dataclasses.asdict(self)
 
+    def mib(self) -> dict[str, float]:
+        """What is known, by name, in MiB: to log, or to print beside ``nvidia-smi``."""
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: size / 2**20 for name, size in sizes.items() if isinstance(size, int)}
+
     def __str__(self) -> str:
         rows = [(name, getattr(self, name)) for name in (*STATIC, "activations", "peak", "current")]
         return ", ".join(f"{name} {readable(size)}" for name, size in rows if size is not None)

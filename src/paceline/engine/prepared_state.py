@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.engine.checks import load_schedule
+from paceline.engine.learning_rate import load_schedule
 from paceline.engine.optimizer_groups import Groups
 from paceline.engine.prepared_optimizer import LoopState, OptimizerControl, PreparedSchedule
 from paceline.engine.rank_state import RankStates

@@ -51,6 +51,9 @@ class Checkpointing:
         ),
     ] = None
     every_epoch: Annotated[bool, Option("Save at the end of each epoch.")] = False
+    every_epochs: Annotated[
+        int | None, Option("Save at the end of every so many epochs.", ge=1)
+    ] = None
     keep_best: Annotated[
         int, Option("How many of the best to keep, where best is given.", ge=1)
     ] = 1
@@ -132,6 +135,11 @@ class Checkpointing:
             if isinstance(place := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(place))
         check(self, "Checkpointing: ")
+        if self.every_epoch and self.every_epochs not in (None, 1):
+            raise TrainingError(
+                f"Checkpointing: every_epoch=True is every_epochs=1, and every_epochs="
+                f"{self.every_epochs} is given. Leave one of them out."
+            )
         _ = self.direction  # refuses a metric of which nobody can know it
         for name in ("where", "start_from"):
             if getattr(self, name) is not None and not str(getattr(self, name)):
@@ -142,6 +150,11 @@ class Checkpointing:
                 raise TrainingError(
                     f"Checkpointing: digest={self.digest!r} takes no digest_key; 'blake2b' does."
                 )
+
+    @property
+    def epochs_between(self) -> int | None:
+        """After how many epochs to save; ``None``: epochs do not count."""
+        return 1 if self.every_epoch else self.every_epochs
 
     @property
     def direction(self) -> Literal["min", "max"]:

@@ -87,8 +87,9 @@ class EngineOptions:
     schedule: Annotated[
         Any,
         Option(
-            "A function from the step (0, 1, …) to a factor on each group's learning rate, or one "
-            "of torch's schedulers.",
+            "A function from the step (0, 1, …) to a factor on each group's learning rate; or one "
+            "of torch's schedulers with what it counts, such as "
+            "paceline.schedules.every('epoch', StepLR, step_size=30).",
             key="",
         ),
     ] = None

@@ -22,12 +22,14 @@ class Sharding:
     config_section: ClassVar[str] = "sharding"
 
     units: Annotated[
-        str | Sequence[str] | Callable[[str, Any], bool] | None,
+        str | Sequence[str] | int | Callable[[str, Any], bool] | None,
         Option(
-            "Which modules are gathered one by one: patterns on their names such as 'layers.*'. In "
-            "Python also a function (name, module) -> bool. None: the model's repeated blocks.",
-            must="a pattern on module names such as 'layers.*', a list of them, or a function "
-            "(name, module) -> bool",
+            "Which modules are gathered one by one: patterns on their names such as 'layers.*', or "
+            "a number: modules of at least so many parameters. In Python also a function (name, "
+            "module) -> bool. None: the model's repeated blocks.",
+            ge=1,
+            must="a pattern on module names such as 'layers.*', a list of them, a number of "
+            "parameters, or a function (name, module) -> bool",
         ),
     ] = None
     reshard: Annotated[

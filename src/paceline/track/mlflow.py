@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from paceline.errors import MissingExtra
+from paceline.errors import MissingExtra, TrainingError
 from paceline.events import Event, MediaLogged, RunFailed, RunFinished, RunStarted
 from paceline.track.run_recorder import as_shown, facts_of, shown_params
 from paceline.track.scalars import Numbers, scalars
@@ -35,6 +35,9 @@ class MLflow(Recorder):
     beside the metrics, and ``tags`` as tags without a value. With a ``run_dir``, the id of the
     MLflow run is kept in it, and a resumed run goes on in the same one.
 
+    With ``join`` it logs to the run that ``mlflow.start_run()`` has begun in this process, where
+    that logs to. Whoever began it ends it.
+
     MLflow cannot take a point back. Steps that a resumed run repeats keep the values they had.
     """
 
@@ -49,10 +52,14 @@ class MLflow(Recorder):
         run_dir: str | os.PathLike[str] | None = None,
         tags: Sequence[str] = (),
         params: Mapping[str, Any] | None = None,
+        join: bool = False,
     ) -> None:
         super().__init__()
         if importlib.util.find_spec("mlflow") is None:
             raise MissingExtra("MLflow", "mlflow")
+        self._joined = _active_run(uri, run_name) if join else None
+        if self._joined is not None:
+            uri = self._joined[0]
         self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
         self._shown_uri = as_shown("uri", self._uri)
         self._experiment = experiment
@@ -87,6 +94,9 @@ class MLflow(Recorder):
     def finish(self) -> None:
         """Close the MLflow run with the status it ended in."""
         if self._session is not None:
+            if self._joined is not None:
+                self._session = None
+                return
             self._session.client.set_terminated(self._session.run_id, status=self._ended)
             self._session = None
 
@@ -98,7 +108,12 @@ class MLflow(Recorder):
             from mlflow import MlflowClient
 
             client = MlflowClient(tracking_uri=self._uri)
-            run = self._earlier_run(client)
+            if self._joined is not None:
+                run = client.get_run(self._joined[1])
+                for tag in self._tags:
+                    client.set_tag(run.info.run_id, tag, "")
+            else:
+                run = self._earlier_run(client)
             if run is None:
                 experiment = _experiment_id(client, self._experiment, self._uri)
                 tags = dict.fromkeys(self._tags, "")
@@ -176,6 +191,24 @@ class _Session:
             )
             self._last_step[key] = max((point.step for point in history), default=-1)
         return self._last_step[key]
+
+
+def _active_run(uri: str | None, run_name: str | None) -> tuple[str, str]:
+    """Where the run logs to that was begun in this thread, and its id."""
+    if uri is not None or run_name is not None:
+        raise TrainingError(
+            "MLflow(join=True) logs to the run that mlflow.start_run() has begun, which has its "
+            "place and its name. Leave uri and run_name out."
+        )
+    import mlflow
+
+    run = mlflow.active_run()
+    if run is None:
+        raise TrainingError(
+            "MLflow(join=True): no run is active. Make the tracker after mlflow.start_run(), in "
+            "the same thread, or leave join out for a run of its own."
+        )
+    return mlflow.get_tracking_uri(), run.info.run_id
 
 
 def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:

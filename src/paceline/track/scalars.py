@@ -70,4 +70,13 @@ def _of_split(event: StepSplit) -> list[tuple[str, float]]:
         if seconds:
             found.append((f"split/{phase}", sum(seconds) / len(seconds)))
             found.append((f"split_slowest/{phase}", max(seconds)))
+    if (speedup := _speedup(event)) is not None:
+        found.append(("split/speedup", speedup))
     return found
+
+
+def _speedup(event: StepSplit) -> float | None:
+    """Ranks times the share of their time in which they do not wait: what waiting leaves of it."""
+    waiting = event.phases.get("waiting") or []
+    total = sum(map(sum, event.phases.values()))
+    return len(waiting) * (1 - sum(waiting) / total) if len(waiting) > 1 and total > 0 else None

@@ -12,6 +12,7 @@ from paceline.checkpoint.locate import Which, check_which
 from paceline.errors import CheckpointError, ConfigError, TrainingError
 from paceline.launch.environment import read_environment
 from paceline.launch.run_folder import check_name
+from paceline.schedules import SteppedSchedule
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
 from paceline.trainer.evaluate import WholeSet
@@ -138,6 +139,11 @@ def check_uses_of_val(trainer: TrainerBase, val: Any) -> None:
             if val is None:
                 raise TrainingError("EarlyStopping needs validation data: pass val to fit().")
             watched.append(("EarlyStopping", callback.metric))
+    schedule = trainer.engine_options.schedule
+    if isinstance(schedule, SteppedSchedule) and schedule.metric is not None:
+        if val is None:
+            raise TrainingError("ReduceLROnPlateau needs validation data: pass val to fit().")
+        watched.append(("ReduceLROnPlateau", schedule.metric))
     for who, metric in watched:
         if not _is_of_several(trainer, metric):
             value_of(dict.fromkeys(_measured(trainer), 0.0), metric, who)

@@ -10,8 +10,9 @@ from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
+import paceline.schedules as schedules
 from paceline.config import Config, import_target, learning_rate, lr_factor
 from paceline.config.code import code_folders
 from paceline.config.named_targets import LENGTHS, scheduler_path, torchmetrics_path
@@ -19,6 +20,7 @@ from paceline.config.training import ParameterGroup
 from paceline.credentials import revealed
 from paceline.data import steps_per_epoch
 from paceline.engine.arguments import LRSchedule
+from paceline.engine.learning_rate import makes_scheduler
 from paceline.engine.parameter_groups import parameter_groups
 from paceline.errors import ConfigError, TrainingError
 from paceline.trainer.callbacks import Callback, EarlyStopping
@@ -73,32 +75,30 @@ def make_schedule(config: Config, train: Any, optimizer: Optimizer | None = None
 
     Without an optimizer, a scheduler is refused.
     """
-    schedule, total = config.schedule, _total_steps(config, train)
+    schedule, total = config.schedule, _total(config, train)
     target = scheduler_path(schedule.name)
+    warmup = _warmup(config, train)
     if target is None:
-        return lambda step: lr_factor(schedule, step, total)
+        stepped = schedule.model_copy(update={"warmup_steps": warmup})
+        return lambda step: lr_factor(stepped, step, total)
     found = import_target(target, code_folders(config))
     args = arguments_of(schedule.args)
-    warmup = schedule.warmup_steps
-    if not _takes_optimizer(found):
+    interval = schedule.every or "step"
+    if not makes_scheduler(found):
         factor = make_function(config, target, schedule.args)
-        return lambda step: (step + 1) / warmup if step < warmup else factor(step - warmup)
+        return schedules.every(
+            interval, lambda done: (done + 1) / warmup if done < warmup else factor(done - warmup)
+        )
     if optimizer is None:
         raise ConfigError(
             f"schedule.name={schedule.name}: a scheduler goes with its optimizer, and there is "
             "none here. Use constant, linear or cosine, or a function from the step to a factor."
         )
+    if found is ReduceLROnPlateau:
+        return schedules.every("evaluation", found(optimizer, **args), metric=schedule.metric)
     rest = None if total is None else max(total - warmup, 1)
-    return _scheduler(found, _filled(found, args, optimizer, rest), optimizer, warmup)
-
-
-def _takes_optimizer(found: Any) -> bool:
-    if inspect.isclass(found):
-        return issubclass(found, LRScheduler)
-    try:
-        return next(iter(inspect.signature(found).parameters), "") == "optimizer"
-    except (TypeError, ValueError):
-        return False
+    made = _scheduler(found, _filled(found, args, optimizer, rest), optimizer, warmup)
+    return schedules.every(interval, made)
 
 
 def _filled(
@@ -135,12 +135,50 @@ def _scheduler(found: Any, args: dict[str, Any], optimizer: Optimizer, warmup: i
     return made
 
 
-def _total_steps(config: Config, train: Any) -> int | None:
-    total = config.train.steps
-    if total is None and config.train.epochs is not None and hasattr(train, "__len__"):
-        per_epoch = steps_per_epoch(len(train), config.batch.global_batch, config.data.drop_last)
-        total = config.train.epochs * per_epoch
-    return total
+def _total(config: Config, train: Any) -> int | None:
+    """How long the run is, in what the schedule counts; ``None`` where that is not known."""
+    steps, epochs = config.train.steps, config.train.epochs
+    if config.schedule.every == "epoch":
+        return epochs
+    per_epoch = _steps_per_epoch(config, train)
+    if steps is None and epochs is not None and per_epoch is not None:
+        return epochs * per_epoch
+    return steps
+
+
+def _warmup(config: Config, train: Any) -> int:
+    """How long the warm-up is, in what the schedule counts."""
+    schedule = config.schedule
+    if schedule.warmup_epochs is None:
+        return schedule.warmup_steps
+    if schedule.every == "epoch":
+        return int(schedule.warmup_epochs)
+    if (per_epoch := _steps_per_epoch(config, train)) is None:
+        raise ConfigError(
+            f"schedule.warmup_epochs={schedule.warmup_epochs:g}: this data does not say how long "
+            "an epoch is. Give schedule.warmup_steps instead."
+        )
+    return round(schedule.warmup_epochs * per_epoch)
+
+
+def _steps_per_epoch(config: Config, train: Any) -> int | None:
+    if not hasattr(train, "__len__"):
+        return None
+    return steps_per_epoch(len(train), config.batch.global_batch, config.data.drop_last)
+
+
+def unsaid_interval(config: Config) -> str | None:
+    """A line where a config leaves open what its scheduler counts."""
+    schedule = config.schedule
+    target = scheduler_path(schedule.name)
+    if schedule.every is not None or target is None or schedule.name == "ReduceLROnPlateau":
+        return None
+    if not makes_scheduler(import_target(target, code_folders(config))):
+        return None  # a function of the step
+    return (
+        f"schedule.name={schedule.name} counts optimizer steps, not epochs. Set schedule.every to "
+        "step, if that is meant, or to epoch"
+    )
 
 
 def make_metrics(config: Config) -> dict[str, Metric]:

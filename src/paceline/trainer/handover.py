@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint.boxes import Box
 from paceline.data import Loader
-from paceline.engine.checks import load_schedule
 from paceline.engine.freezing import Freezing
 from paceline.engine.internals import internals_of
+from paceline.engine.learning_rate import load_schedule, torch_scheduler
 from paceline.engine.rank_state import AVERAGE, MODEL, OBJECT, OPTIMIZER
 from paceline.nested import map_tensors
 from paceline.parallel.meta import materialise
@@ -159,8 +158,8 @@ def take(trainer: TrainerBase, left: Left, train: Any) -> None:
         optimizer = optimizer(freezing.parameters())
         trainer.optimizer = optimizer
     optimizer.load_state_dict(state["optimizer"])
-    schedule = trainer.engine_options.schedule
-    if isinstance(schedule, LRScheduler) and state["schedule"] is not None:
+    schedule = torch_scheduler(trainer.engine_options.schedule)
+    if schedule is not None and state["schedule"] is not None:
         load_schedule(schedule, state["schedule"])
     named = {name: [parameter] for name, parameter in trainer.model.named_parameters()}
     freezing.follow(named, state["step"])

@@ -322,6 +322,7 @@ class Loop:
                 logged=logged,
             )
         )
+        self.engine.epoch_done()
         if self.engine.in_round:
             self._flush_logged()
         self._each("on_epoch_end", self.trainer, epoch)
@@ -351,6 +352,7 @@ class Loop:
         self.reporter.emit(
             EvalDone(step=step, epoch=epoch, metrics=metrics, samples=samples, seconds=seconds)
         )
+        self.engine.evaluated(metrics)
         self._each("on_evaluate", self.trainer, metrics)
         self._keep_best(metrics)
 

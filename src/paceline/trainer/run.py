@@ -32,6 +32,7 @@ from paceline.trainer.config_parts import (
     make_metrics,
     make_optimizer,
     make_schedule,
+    unsaid_interval,
 )
 from paceline.trainer.history import History
 from paceline.trainer.trainer import Trainer
@@ -123,6 +124,8 @@ def _tell_about(
     """Write what the trainer does not know: another layout than asked for, and the baseline."""
     if any(getattr(layout, axis) != asked for axis, asked in read_degrees(config.layout).items()):
         append(run_dir, Note(message=f"goes on as {layout} (asked for: {config.layout})"))
+    if not again and (unsaid := unsaid_interval(config)) is not None:
+        append(run_dir, Note(message=unsaid))
     if not again and isinstance(train, ByteText) and isinstance(val, ByteText):
         loss = unigram_loss(train, val)
         append(run_dir, Baseline(name="byte unigrams of the same text", loss=loss))

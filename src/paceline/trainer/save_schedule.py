@@ -67,7 +67,7 @@ class Saves:
             self._snapshot(checkpoints)
         if step and due(options.every, step):
             self.save("every", info, metrics)
-        elif epoch_over and options.every_epoch:
+        elif epoch_over and due(options.epochs_between, info["epoch"] + 1):
             self.save("epoch", info, metrics)
         minutes = options.every_minutes
         passed = (time.monotonic() - self._saved_time) / 60
@@ -90,7 +90,7 @@ class Saves:
     def reserve(self) -> None:
         """Get the memory for saves on the way: the state has its final size after a step."""
         options = self.trainer.checkpoint
-        on_the_way = options.every or options.every_minutes or options.every_epoch
+        on_the_way = options.every or options.every_minutes or options.epochs_between
         if self.checkpoints is not None and on_the_way:
             self.checkpoints.reserve()
 

@@ -17,6 +17,7 @@ from paceline.engine import Engine
 from paceline.engine.arguments import LRSchedule, OptimizerFactory, check_arguments
 from paceline.engine.checks import check_rules_match
 from paceline.engine.freezing import Freezing
+from paceline.engine.learning_rate import say_what_it_counts
 from paceline.engine.loss import LossFunction
 from paceline.errors import TrainingError
 from paceline.events import FILE_NAME, Note
@@ -192,6 +193,7 @@ class Trainer(InferenceTrainer):
             initial_weights=initial_weights,
             randomness=randomness,
         )
+        say_what_it_counts(schedule)
         check_looking_on(callbacks, metrics or {}, trackers)
         check_run_dir(run_dir)
         micro = microbatch if accumulate is not None else None

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import os
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Iterator
@@ -49,15 +50,30 @@ def _listening() -> Iterator[tuple[int, int]]:
         with contextlib.suppress(OSError):
             if fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 continue
-            with socket.socket(fileno=os.dup(descriptor)) as copy:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with _copy_of(descriptor) as copy:
                 is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
                 if is_tcp and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     yield descriptor, os.fstat(descriptor).st_ino
+
+
+@contextlib.contextmanager
+def _copy_of(descriptor: int) -> Iterator[socket.socket]:
+    """The socket behind ``descriptor`` under one of its own, which is closed whatever comes."""
+    own = os.dup(descriptor)
+    try:
+        copy = socket.socket(fileno=own)
+    except OSError:  # no socket (any more): nobody else would close what was copied
+        os.close(own)
+        raise
+    with copy:
+        yield copy
 
 
 def _seal(descriptor: int) -> None:
     program = ctypes.create_string_buffer(_ACCEPT_NOTHING)
     wanted = struct.pack("HP", 1, ctypes.addressof(program))
     # A sandbox may forbid it: then it stays as torch leaves it.
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+    with contextlib.suppress(OSError), _copy_of(descriptor) as copy:
         copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, wanted)

@@ -17,7 +17,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 THEIRS = "horovod"
 OURS = "paceline.compat.horovod"
@@ -90,6 +90,14 @@ class HorovodFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._specs[spec.name] = module.__spec__
         return module
 
+    def get_code(self, fullname: str) -> CodeType | None:
+        """The code of our module, which ``python -m horovod.runner.launch`` runs."""
+        ours = OURS + fullname.removeprefix(THEIRS)
+        found = importlib.util.find_spec(ours)
+        loader = None if found is None else found.loader
+        assert isinstance(loader, importlib.abc.InspectLoader)
+        return loader.get_code(ours)
+
     def exec_module(self, module: ModuleType) -> None:
         """It has run already; the import system has just replaced its spec, which comes back."""
         name = THEIRS + module.__name__.removeprefix(OURS)
@@ -101,7 +109,9 @@ def _installed_horovod() -> str | None:
     if any(isinstance(finder, HorovodFinder) for finder in sys.meta_path):
         return None
     found = importlib.util.find_spec(THEIRS)
-    return None if found is None or found.origin is None else str(Path(found.origin).parent)
+    if found is None or found.origin is None or Path(found.origin).is_relative_to(IMPORT_PATH):
+        return None
+    return str(Path(found.origin).parent)
 
 
 def _not_there(name: str) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from paceline.checkpoint.checkpoints import Checkpoints
 from paceline.compat.tensorflow.keras_data import Data, IndexedData
@@ -20,15 +20,12 @@ from paceline.compat.tensorflow.library import import_tensorflow, keras_of
 from paceline.errors import NonFiniteError
 from paceline.events import EpochDone, EvalDone, NonFinite, Note, RunFinished, RunStarted, StepDone
 from paceline.options import Checkpointing
-from paceline.trainer.callbacks import CallbackStates, sign_of, value_of
+from paceline.trainer.callbacks import Callback, CallbackStates, sign_of, value_of
 from paceline.trainer.history import History
 from paceline.trainer.reporting import Reporter
 from paceline.trainer.save_schedule import Saves
 from paceline.trainer.saved_fields import Fits, is_count, is_metrics, is_number, known_fields
 from paceline.trainer.stop_requests import GO_ON, LEAVE, STOP, StopRequests
-
-if TYPE_CHECKING:
-    from paceline.compat.tensorflow.trainer import TensorFlowTrainer
 
 _SAVED: dict[str, Fits] = {
     "epoch_loss": is_number,
@@ -93,12 +90,25 @@ class _SavedRun:
     grace: float | None = None
 
 
+class FittingTrainer(Protocol):
+    """What the loop needs of the trainer that it runs for; callbacks are given the trainer."""
+
+    built_model: Any
+    built_strategy: Any
+    own_callbacks: list[Callback]
+    keras_callbacks: list[Any]
+    checkpoint: Checkpointing
+    run_dir: Path | None
+    shown_dir: Path | None
+    epoch: int
+
+
 class KerasLoop:
     """Drives Keras' ``fit`` until there is nothing left to do, or a stop."""
 
     def __init__(
         self,
-        trainer: TensorFlowTrainer,
+        trainer: FittingTrainer,
         state: KerasState,
         train: Data,
         val: Data | None,

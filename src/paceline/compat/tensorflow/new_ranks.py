@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 from paceline.compat.tensorflow.library import (
     KERAS_3_FAILS,
@@ -20,15 +20,35 @@ from paceline.errors import MissingExtra, TrainingError
 from paceline.events import FILE_NAME
 from paceline.launch import local
 from paceline.launch.restart_policy import RestartLimits
-from paceline.track import Progress, following
+from paceline.track import Progress, Tracker, following
 from paceline.trainer.history import History, where_stopped
 
-if TYPE_CHECKING:
-    from paceline.compat.tensorflow.trainer import TensorFlowTrainer
+
+class SendableTrainer(Protocol):
+    """What is sent to new ranks, and takes over what they learned."""
+
+    model: Any
+    strategy: Any
+    optimizer: Any
+    loss: Any
+    metrics: Any
+    keras_callbacks: list[Any]
+    trackers: list[Tracker]
+    progress: bool
+    run_dir: Path | None
+    events_dir: Path | None
+    built_model: Any
+    built_strategy: Any
+    brought_weights: list[Any] | None
+    step: int
+    epoch: int
+
+    def for_ranks(self, *, events_are_shown: bool) -> Self:
+        """A copy to send to ranks."""
 
 
 def fit_on_new_ranks(
-    trainer: TensorFlowTrainer,
+    trainer: SendableTrainer,
     fit_here: Callable[..., History],
     asked: tuple[Any, ...],
     *,
@@ -71,7 +91,7 @@ def fit_on_new_ranks(
     return result
 
 
-def check_can_be_sent(trainer: TensorFlowTrainer, asked: tuple[Any, ...], nproc: int) -> None:
+def check_can_be_sent(trainer: SendableTrainer, asked: tuple[Any, ...], nproc: int) -> None:
     """Refuse, before anything is started, what new processes could not train."""
     if keras_of(trainer.model) is not None:
         raise TrainingError(

@@ -53,7 +53,7 @@ class Meaning:
 
 _LOADER = "paceline.loader(dataset, global_batch=32, layout=engine.layout)"
 _OPTIMIZER = "optimizer=torch.optim.AdamW(model.parameters(), lr=3e-4"
-_SCHEDULERS = "torch.optim.lr_scheduler"
+_SCHEDULE = "schedule=paceline.schedules.every('step', torch.optim.lr_scheduler"
 _FIT = "trainer.fit(train, epochs=3"
 
 TRAINING: dict[str, Meaning] = {
@@ -94,26 +94,26 @@ TRAINING: dict[str, Meaning] = {
     "schedule": Meaning(
         "The learning rate's course is schedule, one of torch's schedulers or a function of the "
         "step",
-        f"schedule={_SCHEDULERS}.CosineAnnealingLR(optimizer, T_max=1000)",
+        f"{_SCHEDULE}.CosineAnnealingLR(optimizer, T_max=1000))",
         "schedule.name",
         "cosine",
     ),
     "schedule_args": Meaning(
         "A scheduler's arguments are given where it is made",
-        f"schedule={_SCHEDULERS}.StepLR(optimizer, step_size=100, gamma=0.5)",
+        f"{_SCHEDULE}.StepLR(optimizer, step_size=100, gamma=0.5))",
         "schedule.args",
         "{step_size: 100}",
     ),
     "warmup": Meaning(
         "Warm-up is a part of schedule, in steps",
-        f"schedule={_SCHEDULERS}.LinearLR(optimizer, start_factor=0.01, total_iters=100)",
+        f"{_SCHEDULE}.LinearLR(optimizer, start_factor=0.01, total_iters=100))",
         "schedule.warmup_steps",
         "100",
         "a number of steps",
     ),
     "min_lr": Meaning(
         "Where the learning rate ends is a part of schedule",
-        f"schedule={_SCHEDULERS}.CosineAnnealingLR(optimizer, T_max=1000, eta_min=3e-5)",
+        f"{_SCHEDULE}.CosineAnnealingLR(optimizer, T_max=1000, eta_min=3e-5))",
         "schedule.min_ratio",
         "0.1",
         "a fraction of the full rate",

@@ -11,8 +11,8 @@ from torch import nn
 from paceline.errors import TrainingError
 from paceline.parallel.blocks import find_blocks
 
-UnitRule = str | Sequence[str] | Callable[[str, nn.Module], bool]
-"""One pattern, several, or a function ``(name, module) -> bool``."""
+UnitRule = str | Sequence[str] | int | Callable[[str, nn.Module], bool]
+"""One pattern, several, a number of parameters, or a function ``(name, module) -> bool``."""
 
 _SHARE_WITHOUT_BLOCKS = 1 / 16
 """In a model without repeated blocks, a module with this share of all parameters is a unit."""
@@ -29,12 +29,15 @@ def find_units(model: nn.Module, units: UnitRule | None = None) -> list[str]:
     What is left, and whatever shares a parameter with another part, is sharded with the root.
 
     ``units`` overrides that: patterns on the dotted names (``"layers.*"``; ``*`` stands for one
-    part of a name, ``**`` for any number of parts), or a function ``(name, module) -> bool``. An
-    empty list makes the whole model one unit.
+    part of a name, ``**`` for any number of parts), a number of parameters, or a function
+    ``(name, module) -> bool``. With a number, a module is a unit if it has so many that no unit
+    inside of it has. An empty list makes the whole model one unit.
     """
     tied = _Ties(model)
     if units is None:
         found = _found_by_structure(model, tied)
+    elif isinstance(units, int):
+        found = _by_size(model, units, tied)
     else:
         found = _by_function(model, units) if callable(units) else _by_pattern(model, units)
         for name in found:
@@ -86,6 +89,28 @@ def _outside(model: nn.Module, units: set[str]) -> Iterator[tuple[str, nn.Module
             yield from walk(f"{name}.{key}" if name else key, child)
 
     yield from walk("", model)
+
+
+def _by_size(model: nn.Module, least: int, tied: _Ties) -> list[str]:
+    """The innermost modules of at least so many parameters, and then those around them."""
+    found: list[str] = []
+
+    def left_in(name: str, module: nn.Module) -> int:
+        """How many parameters of ``module`` are in no unit."""
+        # See _outside: what is held by a module with parameters of its own may not be called.
+        apart = _own_size(module) == 0 or not name
+        left = _size(module)
+        if apart:
+            children = module.named_children()
+            inside = [left_in(f"{name}.{key}" if name else key, child) for key, child in children]
+            left = _own_size(module) + sum(inside)
+        if name and left >= least and _has_forward(module) and not tied.outside_of(module):
+            found.append(name)
+            return 0
+        return left
+
+    left_in("", model)
+    return found
 
 
 def _by_function(model: nn.Module, rule: Callable[[str, nn.Module], bool]) -> list[str]:

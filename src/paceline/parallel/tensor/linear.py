@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional as F
 
 from paceline.errors import LayoutError
+from paceline.layout import Layout
 from paceline.parallel.tensor.shards import (
     as_split,
     as_whole,
@@ -22,6 +24,7 @@ from paceline.parallel.tensor.shards import (
     summed,
     wrap,
 )
+from paceline.world import Group, World
 
 
 def split_linear(
@@ -104,14 +107,40 @@ def shared_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return whole
 
 
+Ranks = DeviceMesh | Group | int
+"""Over which ranks a layer is spread: a mesh, a group, or how many neighbours."""
+_MESHES: weakref.WeakKeyDictionary[Group, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def mesh_of(ranks: Ranks) -> DeviceMesh:
+    """A mesh of these ranks. With a number, a collective over all ranks where it is new."""
+    if isinstance(ranks, DeviceMesh):
+        return ranks
+    world = World.current()
+    if isinstance(ranks, Group):
+        ranks.require_member("a tensor-parallel layer")
+        if ranks.process_group is None:  # a world of one
+            return world.mesh(Layout())["tp"]
+        if ranks not in _MESHES:
+            _MESHES[ranks] = DeviceMesh.from_group(ranks.process_group, world.device.type)
+        return _MESHES[ranks]
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or world.size % ranks:
+        raise LayoutError(
+            f"a tensor-parallel layer over {ranks!r}: pass a mesh, a Group, or a number that "
+            f"divides the {world.size} rank{'s' * (world.size > 1)} of the world."
+        )
+    return world.mesh(Layout(dp=world.size // ranks, tp=ranks))["tp"]
+
+
 class _ParallelLinear(nn.Module):
     """What both layers share: an ``nn.Linear`` of which each rank holds a part."""
 
     _split_dim: ClassVar[int]
     """The dimension of the weight, (out, in), that is spread over the ranks."""
 
-    def __init__(self, whole: nn.Linear, mesh: DeviceMesh) -> None:
+    def __init__(self, whole: nn.Linear, ranks: Ranks) -> None:
         super().__init__()
+        mesh = mesh_of(ranks)
         if mesh.ndim != 1:
             raise LayoutError(
                 f"a mesh with the dimensions {mesh.mesh_dim_names or mesh.ndim} was given; a "
@@ -129,7 +158,8 @@ class _ParallelLinear(nn.Module):
         return split_parameter(bias, mesh, 0) if self._split_dim == 0 else bias
 
     @classmethod
-    def _from(cls, linear: nn.Linear, mesh: DeviceMesh, **options: bool) -> Self:
+    def _from(cls, linear: nn.Linear, ranks: Ranks, **options: bool) -> Self:
+        mesh = mesh_of(ranks)
         make: Any = cls  # the constructors of both layers differ in one option
         made: Self = make(
             *(linear.in_features, linear.out_features, mesh),
@@ -152,6 +182,7 @@ class _ParallelLinear(nn.Module):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose output features are spread over the ranks of ``mesh``.
 
+    ``mesh``: a one-dimensional mesh, a ``Group``, or a number of ranks: as many neighbours.
     ``forward(x)`` takes ``x`` whole. With ``gather_output`` the result is whole and plain;
     otherwise it is a DTensor split along its last dimension, for a ``RowParallelLinear``.
     ``from_linear`` splits a layer that every rank holds alike; made new, every rank must have
@@ -164,7 +195,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self,
         in_features: int,
         out_features: int,
-        mesh: DeviceMesh,
+        mesh: Ranks,
         *,
         bias: bool = True,
         gather_output: bool = False,
@@ -178,7 +209,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, mesh: DeviceMesh, *, gather_output: bool = False
+        cls, linear: nn.Linear, mesh: Ranks, *, gather_output: bool = False
     ) -> ColumnParallelLinear:
         """``linear`` split over ``mesh``."""
         return cls._from(linear, mesh, gather_output=gather_output)
@@ -192,6 +223,7 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A linear layer whose input features are spread over the ranks of ``mesh``.
 
+    ``mesh``: a one-dimensional mesh, a ``Group``, or a number of ranks: as many neighbours.
     ``forward(x)`` gives the whole result, plain, on every rank; the bias is added once, after the
     sum. ``x`` may be whole or split along its last dimension (a DTensor). With
     ``input_is_parallel`` a plain ``x`` is taken as this rank's part of the input.
@@ -203,7 +235,7 @@ class RowParallelLinear(_ParallelLinear):
         self,
         in_features: int,
         out_features: int,
-        mesh: DeviceMesh,
+        mesh: Ranks,
         *,
         bias: bool = True,
         input_is_parallel: bool = False,
@@ -217,7 +249,7 @@ class RowParallelLinear(_ParallelLinear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, mesh: DeviceMesh, *, input_is_parallel: bool = False
+        cls, linear: nn.Linear, mesh: Ranks, *, input_is_parallel: bool = False
     ) -> RowParallelLinear:
         """``linear`` split over ``mesh``; the bias, which stays whole, is shared with it."""
         return cls._from(linear, mesh, input_is_parallel=input_is_parallel)

@@ -16,6 +16,8 @@ from pathlib import Path
 from paceline.launch.environment import RUN_DIR
 
 _SUFFIX = ".commit"
+_PART = ".part"
+"""Of a commit that is being written, or was when its process ended."""
 
 
 @dataclass
@@ -53,14 +55,16 @@ class CommitFolder:
         self.number += 1
         self.path.mkdir(parents=True, exist_ok=True)
         mine = f"-{platform.node()}{_SUFFIX}"
-        earlier = [place for _, place in self._found() if place.name.endswith(mine)]
         place = self.path / f"{self.number:012d}{mine}"
-        part = place.with_suffix(".part")
+        # Two machines of one name, such as containers, may share the folder: the same commit of
+        # both is one file, which each of them writes as a whole.
+        part = self.path / f"{place.name}.{os.getpid()}-{os.environ.get('RANK', '0')}{_PART}"
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(content)
         part.replace(place)
-        for old in earlier:
-            if old != place:
+        for old in list(self.path.iterdir()):
+            is_mine = old.name.endswith(mine) or (mine in old.name and old.suffix == _PART)
+            if is_mine and old.name < place.name:
                 old.unlink(missing_ok=True)
 
     def _found(self) -> list[tuple[int, Path]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import queue
 import sys
 from collections.abc import Callable
@@ -19,6 +20,9 @@ import cloudpickle
 from paceline.compat.horovod.common.commit_folder import CommitFolder
 from paceline.compat.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from paceline.compat.horovod.common.leave_requests import LEAVE, LeaveRequests
+
+_DEFAULT_LIMIT = 3
+"""How often in a row a failure is answered by going back, where nothing else was asked for."""
 
 
 class HostUpdateResult:
@@ -48,6 +52,8 @@ class State:
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._commit_folder: CommitFolder | None = None
+        self.commits = 0
+        """How often this process has committed."""
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
         """Have functions called whenever the world has formed anew, before the state is synced."""
@@ -72,6 +78,7 @@ class State:
         """
         self.save()
         self.keep()
+        self.commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -193,17 +200,56 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
+class FailureRow:
+    """How often in a row training came no further, with all ranks alive.
+
+    A failure belongs to the row if nothing was committed since the one before; or if it is the
+    same one, after as many commits: a script that commits before it fails gets no further either.
+    """
+
+    def __init__(self, state: State, limit: int) -> None:
+        self._state, self._limit = state, limit
+        self._commits = state.commits
+        self._last: tuple[str, int] | None = None
+        self._length = 0
+
+    def add(self, error: HorovodInternalError) -> None:
+        """Count a failure; raises when the row is longer than the limit."""
+        commits, self._commits = self._state.commits - self._commits, self._state.commits
+        this = (str(error), commits)
+        goes_on = self._last is not None and (commits == 0 or this == self._last)
+        self._length = self._length + 1 if goes_on else 1
+        self._last = this
+        if self._length > self._limit:
+            raise HorovodInternalError(
+                f"{error}. Going back to the last commit {self._limit} times in a row did not "
+                "help, so training ends here. If such a failure passes by itself, allow more: "
+                "--max-restarts N (horovodrun's --reset-limit)."
+            ) from error
+
+
+def _failure_limit() -> int:
+    """``--max-restarts`` where it allows any, which is horovodrun's ``--reset-limit``."""
+    given = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else _DEFAULT_LIMIT
+
+
 _calls = itertools.count()
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """``func``, run on a state until it returns; ``reset`` makes the world anew."""
+    """``func``, run on a state until it returns; ``reset`` makes the world anew.
+
+    A failure of an operation with all ranks alive goes back to the last commit, but not for ever:
+    see ``FailureRow``.
+    """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **options: Any) -> Any:
         with LeaveRequests(state.on_hosts_updated) as requests:
             if state.resume(next(_calls)):
                 state.on_reset()
+            failures = FailureRow(state, _failure_limit())
             skip_sync = False
             while True:
                 try:
@@ -211,10 +257,12 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                         state.sync()
                     return func(state, *args, **options)
                 except HorovodInternalError as error:
-                    _say(f"a collective operation failed ({error}); back to the last commit")
                     if requests.came:  # the launcher has begun to end what is left of the world
+                        _say(f"a collective operation failed ({error}); this rank leaves")
                         requests.leave()
-                    requests.stop_listening()
+                    requests.stop_listening()  # until there is a world again that could agree
+                    failures.add(error)
+                    _say(f"a collective operation failed ({error}); back to the last commit")
                     state.restore()
                     skip_sync = False
                 except LeaveInterrupt:
@@ -224,6 +272,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                 except HostsUpdatedInterrupt as interrupt:
                     skip_sync = interrupt.skip_sync
                 reset()
+                requests.listen()
                 state.on_reset()
 
     return wrapper

@@ -30,11 +30,15 @@ class LeaveRequests:
 
     def __enter__(self) -> LeaveRequests:
         """Begin to listen."""
+        self.listen()
+        return self
+
+    def listen(self) -> None:
+        """Take SIGTERM for a request, where the script has no handler of its own."""
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._take)
             self._listens = True
-        return self
 
     def __exit__(
         self,

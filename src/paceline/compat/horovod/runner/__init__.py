@@ -39,6 +39,12 @@ _WITHOUT_NEED = (
 """Further arguments of Horovod's ``run``; the last two are refused where they are given."""
 
 
+_HELP = """usage: python -m paceline.compat.horovod.runner.launch -np N [options] python SCRIPT
+
+Runs what horovodrun would: its options are read, and the command of paceline train that does the
+same is shown and run. paceline train --help lists the options of that."""
+
+
 def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -110,7 +116,11 @@ def _check_is_here(hosts: str | None, hostfile: str | None, others: dict[str, An
 
 def run_commandline(args: Sequence[str] | None = None) -> None:
     """What ``horovodrun`` does: run a command line of it, or of this process, to its end."""
-    command = read_horovodrun(sys.argv[1:] if args is None else args)
+    given = list(sys.argv[1:] if args is None else args)
+    if given[:1] in (["-h"], ["--help"]):
+        print(_HELP)
+        return
+    command = read_horovodrun(given)
     if command.refused:
         raise SystemExit("\n".join(command.refused))
     for note in dict.fromkeys(command.notes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -63,9 +64,20 @@ def _keep(name: str) -> _Take:
     return take
 
 
-def _variable(name: str, factor: int = 1) -> _Take:
+def _variable(name: str) -> _Take:
+    return lambda command, value: command.variable(name, value)
+
+
+def _number(name: str, factor: int = 1) -> _Take:
     def take(command: HorovodrunCommand, value: str) -> None:
-        command.variable(name, str(int(value) * factor) if factor != 1 else value)
+        try:
+            number = float(value) * factor
+        except ValueError:
+            number = math.nan
+        if 0 <= number < math.inf:
+            command.variable(name, f"{int(number) if number.is_integer() else number}")
+        else:
+            command.refused.append(f"{command.typed[-1]}: must be a number, 0 or more")
 
     return take
 
@@ -140,8 +152,8 @@ WITH_VALUE: dict[str, _Take] = {
     "--ssh-port": lambda command, value: command.ssh_options.append(f"Port={value}"),
     "-i": lambda command, value: command.ssh_options.append(f"IdentityFile={value}"),
     "--ssh-identity-file": lambda c, value: c.ssh_options.append(f"IdentityFile={value}"),
-    "--fusion-threshold-mb": _variable("HOROVOD_FUSION_THRESHOLD", 1 << 20),
-    "--cycle-time-ms": _variable("HOROVOD_CYCLE_TIME"),
+    "--fusion-threshold-mb": _number("HOROVOD_FUSION_THRESHOLD", 1 << 20),
+    "--cycle-time-ms": _number("HOROVOD_CYCLE_TIME"),
     "--cache-capacity": _note("there is no cache of names to size"),
     "--autotune-log-file": _note(_TUNED),
     "--autotune-warmup-samples": _note(_TUNED),
@@ -149,8 +161,8 @@ WITH_VALUE: dict[str, _Take] = {
     "--autotune-bayes-opt-max-samples": _note(_TUNED),
     "--autotune-gaussian-process-noise": _note(_TUNED),
     "--timeline-filename": _variable("HOROVOD_TIMELINE"),
-    "--stall-check-warning-time-seconds": _variable("HOROVOD_STALL_CHECK_TIME_SECONDS"),
-    "--stall-check-shutdown-time-seconds": _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),
+    "--stall-check-warning-time-seconds": _number("HOROVOD_STALL_CHECK_TIME_SECONDS"),
+    "--stall-check-shutdown-time-seconds": _number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),
     "--mpi-args": _mpi_args,
     "--binding-args": _note("bind processes with --on mpi and launch.mpi.args"),
     "--num-nccl-streams": _note("NCCL chooses its streams; see NCCL_MAX_NCHANNELS"),
@@ -195,20 +207,56 @@ SWITCHES: dict[str, _Take] = {
 """The same for options without a value."""
 
 
-_SHARED = ("-np", "-H", "--hosts", "-hostfile", "--hostfile", "--verbose", "--version", "-v", "-p")
-"""Options that other launchers, or ours, have as well."""
+_SHARED = (
+    "-np",
+    "-H",
+    "--hosts",
+    "-hostfile",
+    "--hostfile",
+    "--config-file",
+    "--verbose",
+    "--version",
+    "-v",
+    "-p",
+)
+"""Options that other launchers, or ours, have as well: they say nothing of who is meant."""
+_CONFIGS = (".yaml", ".yml", ".json")
 
 
 def is_horovodrun(args: Sequence[str]) -> bool:
-    """Whether ``args`` are those of ``horovodrun`` and of no other launcher."""
-    names: list[str] = []
-    for place, word in enumerate(args):
-        if os.path.basename(word).startswith("python") and len(args) > place + 1:
-            return bool(names)
-        if word.endswith(".py") or word == "--":
-            break
-        names.append(word.partition("=")[0])
-    return any(name in (*WITH_VALUE, *SWITCHES) and name not in _SHARED for name in names)
+    """Whether ``args`` are those of ``horovodrun`` and of no other launcher.
+
+    One option that only it has decides. Without any, they are its own where all of them could be
+    and a ``python`` follows, as nobody types it after another launcher's options.
+    """
+    names, command = _options_and_command(args)
+    if command.endswith(_CONFIGS):  # paceline train config.yaml
+        return False
+    known = [name for name in names if name in WITH_VALUE or name in SWITCHES]
+    if any(name not in _SHARED for name in known):
+        return True
+    return bool(names) and known == names and _is_python(command)
+
+
+def _options_and_command(args: Sequence[str]) -> tuple[list[str], str]:
+    """The names of the options in front of a command, and its first word."""
+    names, rest = [], list(args)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        name, equals, _ = rest.pop(0).partition("=")
+        names.append(name)
+        has_value = name in WITH_VALUE or (name not in SWITCHES and not _is_command(rest[:1]))
+        if has_value and not equals:
+            del rest[:1]
+    return names, rest[0] if rest else ""
+
+
+def _is_command(words: Sequence[str]) -> bool:
+    """Whether they begin with what cannot be the value of an option that is not known."""
+    return any(word[:1] == "-" or word.endswith(".py") or _is_python(word) for word in words)
+
+
+def _is_python(word: str) -> bool:
+    return os.path.basename(word).startswith("python")
 
 
 def read_horovodrun(args: Sequence[str]) -> HorovodrunCommand:
@@ -223,6 +271,9 @@ def read_horovodrun(args: Sequence[str]) -> HorovodrunCommand:
         elif name in WITH_VALUE:
             if not equals:
                 value = rest.pop(0) if rest else ""
+            if not value:
+                command.refused.append(f"{name}: needs a value")
+                continue
             command.typed.append(f"{name} {value}")
             WITH_VALUE[name](command, value)
             if name == "--blacklist-cooldown-range" and rest:
@@ -237,7 +288,7 @@ def read_horovodrun(args: Sequence[str]) -> HorovodrunCommand:
 
 def _take_script(command: HorovodrunCommand, words: list[str]) -> None:
     """``python train.py --lr 1``, or ``./train.py --lr 1``."""
-    if words and os.path.basename(words[0]).startswith("python"):
+    if words and _is_python(words[0]):
         words = words[1:]
         while words and words[0].startswith("-") and words[0] != "-m":
             words = words[1:]
@@ -246,6 +297,10 @@ def _take_script(command: HorovodrunCommand, words: list[str]) -> None:
     elif words[0] == "-m":
         command.refused.append(
             f"python -m {' '.join(words[1:2])}: name the file of the module with --script"
+        )
+    elif not words[0].endswith(".py") and not os.path.exists(words[0]):
+        command.refused.append(
+            f"{words[0]}: no file; ranks run a Python script, as in python train.py"
         )
     else:
         command.script = words
@@ -262,17 +317,19 @@ def _take_machines(command: HorovodrunCommand) -> None:
         )
         if "--max-restarts" not in command.arguments:
             command.arguments += ["--max-restarts", "3"]
-    where = command.hosts if command.hosts is not None else command.hostfile
-    hosts = [] if command.hosts is None else _hosts(command.hosts)
-    if where is None or (hosts and all(name in _LOCAL for name, _ in hosts)):
-        nproc = command.slots if command.slots is not None else command.ranks
-        command.arguments += [] if nproc is None else ["--nproc", str(nproc)]
+    hosts = None if command.hosts is None else _hosts(command)
+    if hosts is None and command.hostfile is None:
+        here = _slots(command)
+        hosts = [] if here is None else [("localhost", here)]
+    if hosts is not None and all(name in _LOCAL for name, _ in hosts):
+        slots = sum(count for _, count in _used(hosts, command)) if hosts else command.ranks
+        command.arguments += [] if slots is None else ["--nproc", str(slots)]
         if command.engine == "mpi":
             command.arguments += ["--on", "mpi"]
         return
     command.arguments += ["--on", command.engine or "ssh"]
-    if command.hostfile is not None:
-        command.arguments += ["--hostfile", command.hostfile]
+    if hosts is None:
+        command.arguments += ["--hostfile", str(command.hostfile)]
         if command.ranks is not None:
             command.notes.append(f"the file's slots must be {command.ranks} together")
         return
@@ -280,9 +337,28 @@ def _take_machines(command: HorovodrunCommand) -> None:
     command.arguments += ["--hosts", ",".join(f"{name}:{slots}" for name, slots in used)]
 
 
-def _hosts(text: str) -> list[tuple[str, int]]:
-    pairs = (host.strip().partition(":") for host in text.split(","))
-    return [(name, int(slots) if slots.isdecimal() else 1) for name, _, slots in pairs if name]
+def _slots(command: HorovodrunCommand) -> int | None:
+    """``--slots-per-host``: how many ranks this machine takes, where no hosts are named."""
+    if command.slots is None:
+        return None
+    if command.slots.isdecimal() and int(command.slots) > 0:
+        return int(command.slots)
+    command.refused.append(f"--slots-per-host {command.slots}: must be a whole number, 1 or more")
+    return None
+
+
+def _hosts(command: HorovodrunCommand) -> list[tuple[str, int]]:
+    """The hosts of ``-H``, with their slots; one slot where none are named."""
+    found = []
+    for host in str(command.hosts).split(","):
+        name, colon, slots = host.strip().partition(":")
+        if not name or (colon and not (slots.isdecimal() and int(slots) > 0)):
+            command.refused.append(
+                f"-H {command.hosts}: {host!r} must be NAME:SLOTS, such as localhost:2"
+            )
+            return []
+        found.append((name, int(slots) if colon else 1))
+    return found
 
 
 def _used(hosts: list[tuple[str, int]], command: HorovodrunCommand) -> list[tuple[str, int]]:
