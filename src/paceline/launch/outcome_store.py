@@ -140,12 +140,10 @@ class OutcomeStore:
 
     def _look(self, store: Any) -> None:
         errors = BackgroundErrors("the watch for outcomes")
-        connected = True
         while not self._closed.wait(_LOOK_SECONDS):
             try:
                 # A busy host may answer too late once. One that is gone is missed by others.
-                store = store if connected else self._store.clone()
-                connected = True
+                store = self._store.clone() if store is None else store
                 with errors.reported("an outcome that cannot be read", but=_TROUBLES):
                     if self._outcome is None and store.check([_OUTCOME]):
                         self._outcome = WorldOutcome.from_json(decode_text(store.get(_OUTCOME)))
@@ -153,7 +151,7 @@ class OutcomeStore:
                     if store.check([f"done/{node}"]):
                         self._done.add(node)
             except _TROUBLES:
-                connected = False
+                store = None
 
 
 def _set_done(store: Any, node: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli import main
 from paceline.config import Config, load
 from paceline.errors import ConfigError
 from paceline.launch.engines import ClusterJob, engine_named
@@ -124,6 +126,28 @@ def test_what_mpi_cannot_do(tmp_path: Path) -> None:
         ClusterJob(file, ("my.yaml",), tmp_path / "run", Path("/home/me"))
     )
     assert "--rdzv a:29400 --nnodes 2" in plan
+
+
+@pytest.mark.skipif(not KINDS, reason="no mpirun here: install openmpi-bin or mpich")
+def test_the_slots_of_hosts_are_the_ranks_of_each_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "--on",
+        "mpi",
+        "--hosts",
+        "a:2,b:2",
+        "--dry-run",
+        "--set",
+        f"launch.mpi.mpirun=mpirun.{KINDS[0]}",
+    ]
+    monkeypatch.setattr(sys, "argv", ["paceline", "train", *words])
+    with contextlib.suppress(SystemExit):
+        main()
+    launcher = capsys.readouterr().out.strip().splitlines()[-1]
+    assert "launch.nproc=2" in launcher
+    assert launcher.endswith("--rdzv a:29400 --nnodes 2")
 
 
 def hostile_values(count: int) -> list[str]:
