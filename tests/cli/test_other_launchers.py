@@ -42,7 +42,9 @@ ANSWERS = {
     "c.yaml --precision 16-mixed": "c.yaml --set precision=fp16",
     "--config_file c.yaml --multi_gpu": "c.yaml (all GPUs are used)",
     "c.yaml --cpu": "c.yaml --set launch.device=cpu",
-    "c.yaml --deepspeed ds.json": "c.yaml --layout zero=2",
+    "c.yaml --deepspeed ds.json": "c.yaml --set deepspeed=ds.json",
+    "c.yaml --deepspeed=ds.json": "c.yaml --set deepspeed=ds.json",
+    "c.yaml --deepspeed_config ds.json": "c.yaml --set deepspeed=ds.json",
     "c.yaml --deepspeed": "c.yaml --layout zero=2",
     "c.yaml --strategy deepspeed_stage_3": "c.yaml --layout zero=3",
     "c.yaml --strategy fsdp": "c.yaml --layout zero=3",
@@ -53,6 +55,8 @@ ANSWERS = {
     "--script s.py --num-gpus 2 -- --backend x": "--script s.py --nproc 2 -- --backend x",
     "--script s.py --use_fsdp": "--script s.py (in a script: paceline.Engine(..., "
     "layout='zero=3'))",
+    "--script s.py --deepspeed ds.json": "--script s.py (in a script: paceline.compat.deepspeed."
+    "initialize(..., config='ds.json'); the script's own arguments stand after --)",
 }
 
 

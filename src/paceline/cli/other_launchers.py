@@ -70,6 +70,8 @@ class Translation:
     address: str | None = None
     port: str | None = None
     layout: str | None = None
+    deepspeed: str | None = None
+    """A DeepSpeed config that was named."""
 
     def answer(self, after: Sequence[str] = ()) -> str:
         """What to say of them; ``after`` is the rest of the command."""
@@ -107,8 +109,10 @@ def translate(args: Sequence[str]) -> Translation:
         if plain == "--nnodes":
             found.machines = value or (rest[0] if rest else None)
         if plain in _SWITCHES or plain in ("--cpu", "--use-fsdp", "--use-deepspeed", "--deepspeed"):
-            if plain == "--deepspeed" and not equals and rest and rest[0].endswith(".json"):
-                arg = f"{arg} {rest.pop(0)}"
+            if plain == "--deepspeed":
+                taken = not equals and bool(rest) and rest[0].endswith(".json")
+                found.deepspeed = (rest.pop(0) if taken else value) or None
+                arg = f"{arg} {found.deepspeed}" if taken else arg
             _take_switch(found, plain, arg)
             continue
         given = value if equals else next(iter(rest), "")
@@ -154,12 +158,14 @@ def _take_value(found: Translation, name: str, value: str) -> None:
         found.arguments += ["--set", f"precision={_PRECISIONS.get(value, value)}"]
     elif name in ("--config-file", "--config"):
         found.arguments.insert(0, value)
+    elif name == "--deepspeed-config":
+        found.deepspeed = value
     elif name == "-H":
         found.arguments += ["--hosts", value]
     elif name in ("--backend", "--accelerator"):
         _take_device(found, value)
     else:
-        found.layout = _layout_of(value, name)
+        found.layout = _layout_of(value)
 
 
 def _take_device(found: Translation, value: str) -> None:
@@ -173,9 +179,9 @@ def _take_device(found: Translation, value: str) -> None:
         found.notes.append("ranks talk over NCCL on GPUs and over Gloo on CPUs")
 
 
-def _layout_of(strategy: str, option: str) -> str | None:
+def _layout_of(strategy: str) -> str | None:
     """The layout of another framework's strategy: ``ddp`` is what there is without any."""
-    word = "deepspeed" if option == "--deepspeed-config" else strategy.lower()
+    word = strategy.lower()
     for stage in ("1", "2", "3"):
         if word.startswith(("deepspeed", "zero")) and word.endswith(stage):
             return f"zero={stage}"
@@ -198,7 +204,14 @@ def _put_together(found: Translation) -> None:
             found.notes.append("--nproc is by machine")
             ranks = str(-(-int(ranks) // int(machines)))
         found.arguments += ["--nproc", ranks]
-    if found.layout is not None and "--script" in found.arguments:
+    if found.deepspeed is not None and "--script" in found.arguments:
+        found.notes.append(
+            "in a script: paceline.compat.deepspeed.initialize(..., "
+            f"config={found.deepspeed!r}); the script's own arguments stand after --"
+        )
+    elif found.deepspeed is not None:
+        found.arguments += ["--set", f"deepspeed={found.deepspeed}"]
+    elif found.layout is not None and "--script" in found.arguments:
         found.notes.append(f"in a script: paceline.Engine(..., layout='{found.layout}')")
     elif found.layout is not None:
         found.arguments += ["--layout", found.layout]
