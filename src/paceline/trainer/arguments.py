@@ -12,6 +12,7 @@ from paceline.checkpoint.locate import Which, check_which
 from paceline.errors import CheckpointError, ConfigError, TrainingError
 from paceline.launch.environment import read_environment
 from paceline.launch.run_folder import check_name
+from paceline.options.checkpointing import Checkpointing
 from paceline.schedules import SteppedSchedule
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import Callback, EarlyStopping, value_of
@@ -124,21 +125,29 @@ def check_folder(trainer: TrainerBase, resume: Resume) -> None:
         )
 
 
-def check_uses_of_val(trainer: TrainerBase, val: Any) -> None:
-    """Refuse what needs validation data, or a metric, that there is none of."""
-    best = trainer.checkpoint.best
+def watched_metrics(
+    checkpoint: Checkpointing, callbacks: Sequence[Callback], run_dir: Any, val: Any
+) -> list[tuple[str, str]]:
+    """Who watches which metric of the validation; refused if there is none, or no folder."""
+    best = checkpoint.best
     if best is not None and val is None:
         raise TrainingError(
             f"Checkpointing(best={best!r}) needs validation data: pass val to fit()."
         )
-    if best is not None and trainer.run_dir is None:
+    if best is not None and run_dir is None:
         raise TrainingError(f"Checkpointing(best={best!r}) needs a run_dir to save to.")
     watched = [] if best is None else [("Checkpointing(best=)", best)]
-    for callback in trainer.callbacks:
+    for callback in callbacks:
         if isinstance(callback, EarlyStopping):
             if val is None:
                 raise TrainingError("EarlyStopping needs validation data: pass val to fit().")
             watched.append(("EarlyStopping", callback.metric))
+    return watched
+
+
+def check_uses_of_val(trainer: TrainerBase, val: Any) -> None:
+    """Refuse what needs validation data, or a metric, that there is none of."""
+    watched = watched_metrics(trainer.checkpoint, trainer.callbacks, trainer.run_dir, val)
     schedule = trainer.engine_options.schedule
     if isinstance(schedule, SteppedSchedule) and schedule.metric is not None:
         if val is None:

@@ -44,7 +44,7 @@ from paceline.trainer.arguments import (
     check_looking_on,
     check_restarts,
     check_run_dir,
-    check_uses_of_val,
+    watched_metrics,
 )
 from paceline.trainer.base import TrainerBase
 from paceline.trainer.callbacks import Callback
@@ -191,7 +191,8 @@ class TensorFlowTrainer:
         going_on: Resume = True if resume == "auto" else (resume or False)
         like = cast(TrainerBase, self)
         check_folder(like, going_on)
-        self._check_uses_of_val(val)
+        # Which metrics there are, Keras knows when the model is compiled.
+        watched_metrics(self.checkpoint, self.callbacks, self.run_dir, val)
         check_restarts(max_restarts)
         if nproc is not None and read_environment() is None:
             check_nproc(nproc)
@@ -355,18 +356,6 @@ class TensorFlowTrainer:
             )
         loop.saves.went_on_from(loop.state.steps_done, restored.path)
         self.epoch = loop.state.steps_done // loop.per_epoch
-
-    def _check_uses_of_val(self, val: Any) -> None:
-        """As for ``Trainer``; which metrics there are, Keras knows when the model is compiled."""
-        best = self.checkpoint.best
-        if best is not None and val is None:
-            raise TrainingError(
-                f"Checkpointing(best={best!r}) needs validation data: pass val to fit()."
-            )
-        if val is None:
-            view = copy.copy(self)
-            view.metrics = {}  # type: ignore[assignment]
-            check_uses_of_val(cast(TrainerBase, view), val)
 
     def _reporter(self, world: World, resumed: bool) -> Reporter:
         history = History()
