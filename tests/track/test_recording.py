@@ -80,14 +80,20 @@ def test_where_the_time_went_and_who_is_slow_are_curves(tmp_path: Path) -> None:
         TensorBoard(tmp_path),
         started(),
         *steps(1, 4),
-        StepSplit(step=4, steps=4, phases={"data": [0.1, 0.3], "waiting": [0.2, 0.0]}),
+        StepSplit(
+            step=4,
+            steps=4,
+            phases={"data": [0.1, 0.3], "waiting": [0.2, 0.0]},
+            gpu_utilisation=[0.9, 0.7],
+        ),
         Straggler(step=4, rank=1, host="beta", phase="data", factor=2.0, costs=0.2, share=0.4),
     )
     found = board(tmp_path)
     assert found["split/data"] == [(4, 0.2)]
     assert found["split_slowest/data"] == [(4, 0.3)]
     assert found["split/waiting"] == [(4, 0.1)]
-    assert found["split/speedup"] == [(4, pytest.approx(4 / 3))]  # a third of two ranks waits
+    assert found["gpu/utilisation"] == [(4, pytest.approx(0.8))]
+    assert found["split/speedup"] == [(4, 1.3333)]  # a third of two ranks waits
     assert found["straggler/seconds"] == [(4, 0.2)]
     assert found["straggler/rank"] == [(4, 1)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.events.event import ByRank, Event, Seconds, Steps
 
@@ -31,6 +31,8 @@ class StepSplit(Event):
     step: int
     steps: Steps
     phases: dict[str, list[float]]
+    gpu_utilisation: list[float] = field(default_factory=list)
+    """The share of the last moments in which each rank's GPU ran a kernel; empty if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

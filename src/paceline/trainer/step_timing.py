@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -54,7 +56,7 @@ class StepSplits:
             self._hosts = collectives.all_gather_object(socket.gethostname())
         if step % self._every == 0 and self._running is not None:
             self._running.stop()
-            self._ended.append(_Ended(step, self._running))
+            self._ended.append(_Ended(step, self._running, gpu_utilisation(self._engine.device)))
             self._running = self._context.clock = None
         if (step + self._steps) % self._every == 0 and self._steps_run >= _WARM_UP:
             self._running = make_clock(self._world.pulse, self._engine.device)
@@ -73,7 +75,8 @@ class StepSplits:
     def _tell(self, ended: _Ended) -> _Told:
         """Send this rank's times; replicas that train alone do not wait for the others'."""
         spent = ended.clock.read()
-        own = torch.tensor([spent[phase] / self._steps for phase in PHASES], dtype=torch.float64)
+        seconds = [spent[phase] / self._steps for phase in PHASES]
+        own = torch.tensor([*seconds, ended.busy], dtype=torch.float64)
         if self._world.size == 1:
             return _Told(ended.step, [own], None)
         everyone = [torch.empty_like(own) for _ in range(self._world.size)]
@@ -89,7 +92,10 @@ class StepSplits:
             phase: [round(seconds, 6) for seconds in by_rank[:, index].tolist()]
             for index, phase in enumerate(PHASES)
         }
-        self._report(StepSplit(step=told.step, steps=self._steps, phases=phases))
+        busy = [round(share, 4) for share in by_rank[:, -1].tolist() if not math.isnan(share)]
+        self._report(
+            StepSplit(step=told.step, steps=self._steps, phases=phases, gpu_utilisation=busy)
+        )
         layout = self._engine.layout
         stages = [layout.coordinate(rank).pp for rank in range(self._world.size)]
         found = find_straggler(phases, self._hosts, alike=stages, step=told.step)
@@ -97,9 +103,22 @@ class StepSplits:
             self._report(verdict)
 
 
+def gpu_utilisation(device: torch.device) -> float:
+    """The share of the last moments in which ``device`` ran a kernel; NaN if unknown."""
+    if device.type != "cuda":
+        return math.nan
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.cuda.utilization(device) / 100
+    except (ImportError, RuntimeError, OSError):  # no nvidia-ml-py, or a driver that does not say
+        return math.nan
+
+
 class _Ended(NamedTuple):
     step: int
     clock: StepClock
+    busy: float
 
 
 class _Told(NamedTuple):
