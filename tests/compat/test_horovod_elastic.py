@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,13 @@ def fails_after_a_commit(state: Any, call: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (RUN_DIR, "TORCHELASTIC_MAX_RESTARTS"):
         monkeypatch.delenv(name, raising=False)
+    # Commands that another test has called in this process leave their handlers.
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("train", [fails_at_once, fails_after_a_commit])

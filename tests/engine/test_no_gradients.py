@@ -34,8 +34,9 @@ def test_the_norm_is_taken_on_the_device_of_the_world(
     optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "all_reduce", meet)
+    parameters = optimizer.param_groups[0]["params"]
     with pytest.raises(Met, match="meta"):
-        Gradients(optimizer, lambda parameter: True, ELSEWHERE).norm()
+        Gradients(parameters, lambda parameter: True, ELSEWHERE).norm()
 
 
 def test_an_overflow_is_looked_for_on_the_device_of_the_world(

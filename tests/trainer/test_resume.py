@@ -154,8 +154,8 @@ WRONG = {
     "section": (lambda: trainer(data={"workers": 2}),
         "data={'workers': 2} must be made with paceline.DataOptions(…)."),
     "option": (lambda: trainer(lr=3),
-        "Trainer got an unknown argument lr. It is the optimizer's: pass it where you make that. "
-        "It takes"),
+        "Trainer got an unknown argument lr. The learning rate is the optimizer's: "
+        "optimizer=torch.optim.AdamW(model.parameters(), lr=3e-4)."),
     "early stopping": (
         lambda: trainer(callbacks=[paceline.EarlyStopping()]).fit(dataset(), steps=1),
         "EarlyStopping needs validation data: pass val to fit()."),

@@ -170,11 +170,15 @@ class SlurmCluster:
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
     def wait_for_state(self, job: str, *states: str) -> dict[str, str]:
-        """Wait until a job has one of these states; one that waits to be requeued is hurried."""
+        """Wait until a job has one of these states; one that waits to be requeued is hurried.
+
+        But not before its last processes are gone: SLURM would take their end for the new ones'.
+        """
 
         def there() -> bool:
             shown = self.job(job)
-            if shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime":
+            waits = shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime"
+            if waits and not any(self._processes(None)):
                 self.command("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
             return shown["JobState"] in states
 
