@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -370,9 +372,115 @@ def answers() -> None:
         nn.Linear(2, 2)
 
 
+def what_scripts_import() -> None:
+    from paceline.compat.deepspeed.accelerator import get_accelerator
+    from paceline.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from paceline.compat.deepspeed.runtime.lr_schedules import WarmupDecayLR
+    from paceline.compat.deepspeed.runtime.utils import see_memory_usage
+    from paceline.compat.deepspeed.utils.zero_to_fp32 import (
+        get_fp32_state_dict_from_zero_checkpoint,
+    )
+
+    assert get_accelerator() is deepspeed.get_accelerator()
+    device = World.current().device
+    get_accelerator().set_device(0)
+    assert torch.device(get_accelerator().device_name(0)).type == device.type
+    assert torch.device(get_accelerator().current_device_name()).type == device.type
+    assert get_accelerator().memory_allocated() >= 0
+    get_accelerator().synchronize()
+    get_accelerator().manual_seed_all(3)
+    with pytest.raises(AttributeError, match=r"torch\.accelerator"):
+        get_accelerator().create_op_builder("FusedAdamBuilder")
+    assert deepspeed.dist is deepspeed.comm
+    assert callable(get_fp32_state_dict_from_zero_checkpoint)
+    assert int(deepspeed.__version__.partition(".")[0]) == 0
+    see_memory_usage("before", force=True)
+
+    weight, expected = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    torch_adam = torch.optim.AdamW([expected], lr=0.1, weight_decay=0.0)
+    theirs = DeepSpeedCPUAdam([weight], lr=0.1)
+    for optimizer, parameter in ((theirs, weight), (torch_adam, expected)):
+        parameter.grad = torch.tensor([1.0, -2.0, 3.0])
+        optimizer.step()
+    assert torch.equal(weight, expected)
+    assert FusedAdam([weight], adam_w_mode=False).defaults["weight_decay"] == 0
+    with pytest.raises(TrainingError, match="amsgrad=True"):
+        FusedAdam([weight], amsgrad=True)
+    # What a warm-up of no steps is in DeepSpeed: two.
+    assert WarmupDecayLR(theirs, 10, warmup_num_steps=0).warmup_num_steps == 2
+
+
+def what_scripts_ask_of_an_engine() -> None:
+    engine = engine_of(settings(3, passes=2))
+    whole = engine.module_state_dict()
+    assert {name: value.shape for name, value in whole.items()} == {
+        name: value.shape for name, value in net().state_dict().items()
+    }
+    engine.load_module_state_dict({name: value + 1 for name, value in whole.items()})
+    for name, value in engine.module_state_dict().items():
+        assert torch.equal(value, whole[name] + 1)
+    with pytest.raises(CheckpointError, match=r"lacks 0\.weight"):
+        engine.load_module_state_dict({})
+    size = World.current().size
+    engine.set_train_batch_size(SAMPLES * 4)
+    assert engine.get_batch_info() == (SAMPLES * 4, SAMPLES // size, 4)
+    engine.set_train_micro_batch_size(2)
+    assert engine.get_batch_info() == (8 * size, 2, 4)
+    with pytest.raises(TrainingError, match=r"set_train_batch_size\(3\).*multiple"):
+        engine.set_train_batch_size(3)
+    seen = [int(x) for part in engine.deepspeed_io(list(range(4 * size))) for x in part]
+    assert seen == list(range(World.current().rank, 4 * size, size))
+    engine.destroy()
+    # A model that is not trained has nothing to hold back between the batches of a step.
+    alone, *_ = deepspeed.initialize(
+        model=net(), config={**settings(0, passes=2), "optimizer": None}
+    )
+    assert alone(batch(0)[0]).shape == (SAMPLES, 3)
+
+
+def autos_of_training_arguments() -> None:
+    auto = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"},
+        },
+    }
+    with pytest.raises(ConfigError, match="per_device_train_batch_size"):
+        deepspeed.initialize(model=net(), config=auto)
+    said = {"per_device_train_batch_size": 4, "learning_rate": 0.1, "warmup_steps": 0}
+    epochs = argparse.Namespace(**said, max_steps=-1)  # as Hugging Face's, where epochs are given
+    with pytest.raises(ConfigError, match=r"total_num_steps is \"auto\".*max_steps"):
+        deepspeed.initialize(args=epochs, model=net(), config=auto)
+    steps = argparse.Namespace(**said, max_steps=10)
+    engine, *_ = deepspeed.initialize(args=steps, model=net(), config=auto)
+    assert engine.train_micro_batch_size_per_gpu() == 4
+
+
+def habits() -> None:
+    what_scripts_import()
+    what_scripts_ask_of_an_engine()
+    autos_of_training_arguments()
+
+
 def test_one_rank(rank_pool: RankPool) -> None:
     rank_pool.run(one_process, world_size=1)
     rank_pool.run(answers, world_size=1)
+
+
+def test_names_that_deepspeeds_scripts_use(rank_pool: RankPool) -> None:
+    rank_pool.run(habits, world_size=2)
+
+
+def test_log_dist_is_shown() -> None:
+    code = (
+        "import paceline.compat.deepspeed as deepspeed\n"
+        "deepspeed.init_distributed(); deepspeed.log_dist('epoch 3', ranks=[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "[rank 0] epoch 3" in done.stdout, done
 
 
 def test_the_scale_follows_overflows_as_deepspeeds_does() -> None:

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.compat.deepspeed import checkpointing, comm, pipe, utils, zero
+from paceline.compat.deepspeed import checkpointing, comm, ops, pipe, runtime, utils, zero
+from paceline.compat.deepspeed.accelerator import get_accelerator
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.initialize import initialize
 from paceline.compat.deepspeed.launching import add_config_arguments, init_distributed
 from paceline.compat.deepspeed.pipe import PipelineEngine, PipelineModule
+from paceline.compat.deepspeed.utils import log_dist, logger
+
+__version__ = "0.19.8"
+"""The version whose interface this is, for scripts that ask."""
+dist = comm
 
 _INSTEAD = {
     "init_inference": "There are no kernels for inference. Use paceline.Engine(...).predict, or "
     "export the model for a server: paceline checkpoint export.",
     "InferenceEngine": "Use paceline.Engine(...).predict.",
     "default_inference_config": "There are no kernels for inference.",
-    "ops": "torch's own optimizers are used: torch.optim.AdamW(..., fused=True).",
     "moe": "Experts are not spread over ranks. Write the layer in torch; zero=3 shards it.",
-    "runtime": "Its names are here: deepspeed.pipe, deepspeed.zero, deepspeed.checkpointing; "
-    "schedules are in paceline.compat.deepspeed.schedules.",
-    "accelerator": "Use torch.accelerator, or engine.device.",
-    "get_accelerator": "Use torch.accelerator, or engine.device.",
     "OnDevice": "Use torch.device('meta') as a context, and paceline.Engine(init=...).",
     "DeepSpeedConfig": "Use paceline.config.deepspeed.settings.read_settings.",
     "DeepSpeedHybridEngine": "There are no kernels for generation. Use the model as it is.",
@@ -46,9 +47,15 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "dist",
+    "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "logger",
+    "ops",
     "pipe",
+    "runtime",
     "utils",
     "zero",
 ]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.compat.deepspeed.engine_numbers import EngineNumbers
 from paceline.compat.deepspeed.loss_scale import DeepSpeedScaler
 from paceline.compat.deepspeed.saving import EngineFiles, whole_tensors
 from paceline.config.deepspeed.settings import DeepSpeedSettings
@@ -26,7 +27,7 @@ from paceline.world import World
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(EngineNumbers):
     """A model with ``backward`` and ``step``, as DeepSpeed's scripts drive it.
 
     Made by ``initialize``. ``module`` is your model; calling the engine calls it, in the config's
@@ -75,6 +76,7 @@ class DeepSpeedEngine(nn.Module):
         """Call the model, in the config's number format."""
         wrapped = self._spread[0]
         last = self.is_gradient_accumulation_boundary() and self._syncing
+        last = last or self.optimizer is None  # nothing is trained, and nothing is sent
         alone = contextlib.nullcontext() if last or not self.training else _no_sync(wrapped)
         with alone, self._autocast():
             return wrapped(*args, **kwargs)
@@ -207,104 +209,12 @@ class DeepSpeedEngine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
+    def allreduce_gradients(self, *_: Any, **__: Any) -> None:
+        """Nothing: ``backward`` has averaged them, or ``step`` does."""
+
     def was_step_applied(self) -> bool:
         """Whether the last ``step`` changed the parameters."""
         return self._applied
-
-    # ------------------------------------------------------------------ numbers
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.world.device
-
-    @property
-    def local_rank(self) -> int:
-        """The rank on this machine."""
-        return self.world.local_rank
-
-    @property
-    def global_rank(self) -> int:
-        """The rank among all."""
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return self.world.size
-
-    @property
-    def dp_world_size(self) -> int:
-        """How many ranks share the batch: all of them."""
-        return self.world.size
-
-    def train_batch_size(self) -> int:
-        """Samples of a step over all ranks."""
-        assert self._batch.train_batch_size is not None
-        return self._batch.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a rank in one forward."""
-        assert self._batch.micro_batch is not None
-        return self._batch.micro_batch
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        assert self._batch.accumulation is not None
-        return self._batch.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, of a micro-batch, and micro-batches of a step."""
-        return (
-            self.train_batch_size(),
-            self.train_micro_batch_size_per_gpu(),
-            self.gradient_accumulation_steps(),
-        )
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of every group."""
-        return [] if self.optimizer is None else [float(g["lr"]) for g in self._groups]
-
-    def get_mom(self) -> list[Any]:
-        """The betas, or the momentum, of every group."""
-        return [group.get("betas", group.get("momentum")) for group in self._groups]
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradient, before it was clipped."""
-        return self._norm
-
-    @property
-    def cur_scale(self) -> float:
-        """What losses are multiplied by."""
-        return 1.0 if self.scaler is None else self.scaler.scale
-
-    def loss_scale(self) -> float:
-        """What losses are multiplied by."""
-        return self.cur_scale
-
-    def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0: none."""
-        return self.settings.clip_norm or 0.0
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.settings.zero > 0
-
-    def zero_optimization_stage(self) -> int:
-        """ZeRO's stage."""
-        return self.settings.zero
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model computes in fp16."""
-        return self.settings.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bf16."""
-        return self.settings.precision == "bf16"
 
     # ------------------------------------------------------------------ state
 
@@ -407,6 +317,23 @@ class DeepSpeedEngine(nn.Module):
         return True
 
     save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, **unknown: Any) -> dict[str, Tensor]:
+        """The model's whole state dict, on the CPU of every rank. A collective."""
+        if any(unknown.values()):
+            raise TrainingError(
+                f"module_state_dict({', '.join(unknown)}=…) is not supported. Leave it out."
+            )
+        return whole_tensors(self.module)
+
+    def load_module_state_dict(
+        self, state_dict: dict[str, Tensor], strict: bool = True, **_: Any
+    ) -> None:
+        """Give the model the values of a whole state dict, whatever part this rank holds."""
+        self._files.fill_module(state_dict, strict=strict)
+
+    def destroy(self) -> None:
+        """Nothing: what the engine holds goes with it."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -174,7 +174,8 @@ def _answers(args: Any) -> dict[str, Any]:
     found = {}
     for key, names in _ARGUMENTS.items():
         for name in names:
-            if (value := getattr(args, name, None)) is not None:
+            value = getattr(args, name, None)
+            if value is not None and (name != "max_steps" or value > 0):  # -1: epochs say it
                 found[key] = value
     betas = [getattr(args, f"adam_beta{i}", None) for i in (1, 2)]
     if None not in betas:
@@ -190,7 +191,7 @@ def _complete(settings: DeepSpeedSettings) -> DeepSpeedSettings:
     for key in settings.autos:
         if key in resolved or (key in batch and said) or key == "scheduler.params.warmup_max_lr":
             continue
-        names = _ARGUMENTS.get(key, ())
+        names = _ARGUMENTS.get("train_micro_batch_size_per_gpu" if key in batch else key, ())
         hint = f", or pass args with {names[0]} in it" if names else ""
         raise ConfigError(
             f'DeepSpeed config: {key} is "auto", and nothing says what it stands for. Write the '

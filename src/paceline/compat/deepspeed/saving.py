@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,24 +141,29 @@ class EngineFiles(TaggedFolder):
 
     def load_foreign(self, path: Path, *, strict: bool) -> None:
         """Take over the weights of a checkpoint that DeepSpeed itself wrote."""
-        weights = read_source(path).tensors
-        own = self._tensors()
-        missing = [name for name in own if name not in weights]
-        unknown = [name for name in weights if name not in own and name not in self._whole.aliases]
-        if strict and (missing or unknown):
-            told = [f"it lacks {', '.join(missing[:5])}"] if missing else []
-            told += [f"this model has no {', '.join(unknown[:5])}"] if unknown else []
-            raise CheckpointError(f"{path} does not fit this model: {'; '.join(told)}.")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                if name in weights:
-                    _fill(name, tensor, weights[name])
+        self.fill_module(read_source(path).tensors, strict=strict, source=str(path))
         if self._world.rank == 0:
             warnings.warn(
                 f"{path} was written by DeepSpeed itself: its weights are loaded; optimizer, "
                 "schedule and step begin anew.",
                 stacklevel=4,
             )
+
+    def fill_module(
+        self, weights: Mapping[str, Tensor], *, strict: bool, source: str = "the state dict"
+    ) -> None:
+        """Give the model the values of a whole state dict."""
+        own = self._tensors()
+        missing = [name for name in own if name not in weights]
+        unknown = [name for name in weights if name not in own and name not in self._whole.aliases]
+        if strict and (missing or unknown):
+            told = [f"it lacks {', '.join(missing[:5])}"] if missing else []
+            told += [f"this model has no {', '.join(unknown[:5])}"] if unknown else []
+            raise CheckpointError(f"{source} does not fit this model: {'; '.join(told)}.")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if name in weights:
+                    _fill(name, tensor, weights[name])
 
     # ------------------------------------------------------------------ inside
 

@@ -253,7 +253,8 @@ def _risen(iteration: int, steps: int, kind: str) -> float:
 
 
 def _check_warmup(schedule: Any, steps: Any, kind: str) -> None:
-    _check_steps(schedule, "warmup_num_steps", steps)
+    if steps != 0:  # DeepSpeed takes it, as any number below two
+        _check_steps(schedule, "warmup_num_steps", steps)
     if kind not in ("log", "linear"):
         raise TrainingError(
             f"{type(schedule).__name__}: warmup_type={kind!r} must be 'log' or 'linear'."

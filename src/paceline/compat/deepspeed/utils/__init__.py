@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,13 @@ from paceline.compat.deepspeed.pipe import RepeatingLoader
 from paceline.world import World
 
 logger = logging.getLogger("paceline.compat.deepspeed")
+if not logger.handlers:
+    # Shown without a logging.basicConfig of the script's, as scripts for DeepSpeed expect.
+    _shown = logging.StreamHandler(sys.stdout)
+    _shown.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+    logger.addHandler(_shown)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:

@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.dataloader``."""
+
+from paceline.compat.deepspeed.pipe import RepeatingLoader
+
+__all__ = ["RepeatingLoader"]
