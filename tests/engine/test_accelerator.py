@@ -430,8 +430,13 @@ def test_wrong_uses_are_answered(ranks: Any) -> None:
         optimizer.step()
     with pytest.raises(TrainingError, match="was prepared already"):
         accelerator.prepare(model)
-    with pytest.raises(AttributeError, match=r"unwrap_model is accelerator.unwrap\(model\) here"):
+    with pytest.raises(AttributeError, match=r"'unwrap_model': use accelerator.unwrap\(model\)"):
         accelerator.unwrap_model(prepared)
+    for wrong in (1.0, torch.ones(())):
+        with pytest.raises(TrainingError, match="a loss tensor that has a gradient"):
+            accelerator.backward(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TrainingError, match=r"register_for_checkpointing\(adamw=…\)"):
+        accelerator.register_for_checkpointing(optimizer)
 
     def said() -> list[str]:
         lines: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.options.habits import SENTENCES
 from paceline.options.habits.attributes import attributes
 from paceline.trainer.history import History
 
@@ -28,6 +30,7 @@ def objects() -> Iterator[dict[str, Any]]:
         "Engine": engine,
         "History": History(),
         "World": engine.world,
+        "Accelerator": paceline.Accelerator(),
         "paceline": paceline,
     }
     engine.world.close()
@@ -48,7 +51,8 @@ def test_what_to_use_instead_is_there(objects: dict[str, Any]) -> None:
     for rows in attributes().values():
         for instead in rows.values():
             for kind, path in re.findall(
-                r"\b(trainer|engine|history|world|paceline)((?:\.\w+)+)", instead
+                r"(?<![.\w])(trainer|engine|history|world|accelerator|paceline)((?:\.\w+)+)",
+                instead,
             ):
                 found = named[kind]
                 for part in path.split(".")[1:]:
@@ -84,3 +88,25 @@ def test_objects_are_copied_and_pickled_as_before(objects: dict[str, Any]) -> No
     assert history == History(reason="done")
     assert copy.copy(objects["Trainer"]).step == 0
     assert getattr(objects["World"], "_no_such_thing", None) is None
+
+
+def test_every_name_of_accelerates_accelerator_is_there_or_answered(
+    objects: dict[str, Any],
+) -> None:
+    theirs = pytest.importorskip("accelerate").Accelerator
+    public = {name for name in dir(theirs) if not name.startswith("_")}
+    there = {name for name in public if hasattr(objects["Accelerator"], name)}
+    assert public - there - attributes()["Accelerator"].keys() == set()
+    arguments = set(inspect.signature(theirs).parameters)
+    assert arguments - SENTENCES["Accelerator"].keys() == set()
+
+
+def test_arguments_of_accelerates_accelerator_are_answered_for_ours() -> None:
+    taken = inspect.signature(paceline.Accelerator).parameters
+    for name, sentence in SENTENCES["Accelerator"].items():
+        assert name not in taken
+        with pytest.raises(paceline.errors.TrainingError) as caught:
+            paceline.Accelerator(**{name: None})  # type: ignore[arg-type]
+        assert str(caught.value) == f"Accelerator got an unknown argument {name}. {sentence}"
+        for used in re.findall(r"paceline\.Accelerator\((\w+)=", sentence):
+            assert used in taken

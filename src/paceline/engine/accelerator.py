@@ -20,29 +20,9 @@ from paceline.options import EngineOptions, LossScaling, Sharding
 from paceline.options.arguments import refuse_unknown
 from paceline.options.engine import InitialWeights
 from paceline.options.engine import Precision as PrecisionName
+from paceline.options.habits.attributes import missing_attribute
 from paceline.parallel.distributed_model import DistributedModel
 from paceline.parallel.meta import Init
-
-_ELSEWHERE = {
-    "end_training": "not needed: trackers of your own are closed by you, nothing else is open",
-    "free_memory": "not needed: let go of what prepare returned",
-    "get_state_dict": "accelerator.state_dict(model)",
-    "is_last_process": "accelerator.world.rank == accelerator.world.size - 1",
-    "is_local_main_process": "accelerator.world.local_rank == 0",
-    "load_checkpoint": "accelerator.load_state(folder)",
-    "local_process_index": "accelerator.world.local_rank",
-    "log": "the call of your tracker, on accelerator.is_main_process",
-    "num_processes": "accelerator.world.size",
-    "optimizer_step_was_skipped": "accelerator.step_was_skipped()",
-    "process_index": "accelerator.world.rank",
-    "reduce": "paceline.collectives.all_reduce(tensor, 'mean')",
-    "save_checkpoint": "accelerator.save_state(folder)",
-    "save_model": "torch.save(accelerator.state_dict(model), path) on accelerator.is_main_process",
-    "skip_first_batches": "not needed: load_state puts loaders where they stood",
-    "unwrap_model": "accelerator.unwrap(model)",
-    "wait_for_everyone": "paceline.collectives.barrier()",
-}
-"""What Accelerate has under these names."""
 
 
 class Accelerator(PreparingAccelerator, RanksAccelerator, SavingAccelerator):
@@ -139,6 +119,12 @@ class Accelerator(PreparingAccelerator, RanksAccelerator, SavingAccelerator):
         The loss is a mean over this rank's samples of the batch, or over ``count`` items (tokens
         that are not padding, say). Do not divide it by the number of batches of a step.
         """
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise TrainingError(
+                f"accelerator.backward({type(loss).__name__}): it takes a loss tensor that has a "
+                "gradient: not loss.item(), not a loss from torch.no_grad(), not the model's whole "
+                "output (outputs.loss instead)."
+            )
         accumulation = self._loop.accumulation
         items = None if count is None else float(count)
         self._loop.begin_backward([made.sharded for made in self._models if made.sharded])
@@ -209,7 +195,5 @@ class Accelerator(PreparingAccelerator, RanksAccelerator, SavingAccelerator):
         self._loop.settle_scale()
         return None if self._loop.scaler is None else self._loop.scaler.get_scale()
 
-    def __getattr__(self, name: str) -> Never:
-        if name in _ELSEWHERE:
-            raise AttributeError(f"accelerator.{name} is {_ELSEWHERE[name]} here.")
-        raise AttributeError(f"'Accelerator' object has no attribute {name!r}")
+    def __getattr__(self, name: str) -> Any:
+        return missing_attribute(self, "Accelerator", name)

@@ -36,8 +36,15 @@ class SavingAccelerator(AcceleratorParts):
         """Optimizer steps so far; of several optimizers, those of the one that has done most."""
         return max((control.steps for control in self._controls), default=0)
 
-    def register_for_checkpointing(self, **objects: Stateful) -> None:
+    def register_for_checkpointing(self, *unnamed: Any, **objects: Stateful) -> None:
         """Have more saved and loaded, by name: anything with a state_dict and a load_state_dict."""
+        if unnamed:
+            kind = type(unnamed[0]).__name__
+            raise TrainingError(
+                f"register_for_checkpointing({kind}): give it a name, by which it is found again: "
+                f"register_for_checkpointing({kind.lower()}=…). Prepared models, optimizers, "
+                "loaders and schedules are saved anyway."
+            )
         self._objects |= checked_objects(objects)
 
     def save_state(self, folder: str | os.PathLike[str], *, keep: int = 2) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from paceline.deprecation import warn_of_old_name
 from paceline.errors import PacelineError, TrainingError
 from paceline.options.declare import declared, members
-from paceline.options.habits import HABITS, IN_CALL, IN_SECTION, Habit, habit_of
+from paceline.options.habits import HABITS, IN_CALL, IN_SECTION, SENTENCES, Habit, habit_of
 
 T = TypeVar("T")
 _OWNERS: list[type] = []
@@ -112,6 +112,8 @@ def _answer(name: str, taker: Callable[..., Any], beside: Callable[..., Any] | N
     habit = habit_of(name)
     if taker in _OWNERS and (ours := _name_in(taker, name, habit)):
         return ours
+    if own := SENTENCES.get(taker.__name__, {}).get(name):
+        return own
     if same := IN_CALL.get(taker.__name__, {}).get(name):
         return f"It is called {same} here."
     if habit is not None and taker not in _OWNERS:

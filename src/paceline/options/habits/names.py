@@ -124,6 +124,53 @@ IN_CALL: dict[str, dict[str, str]] = {
 }
 """By the call and their name, ours in the same call."""
 
+_LOADERS = "It is an option of the DataLoader, which prepare takes as it is."
+_OWN_TRACKER = (
+    "An Accelerator logs nothing: call a tracker of your own where accelerator.is_main_process, or "
+    "use paceline.Trainer(model, ..., trackers=[…])."
+)
+_SHARDED = "How models are sharded is layout: paceline.Accelerator(layout='dp=2,zero={}')."
+_COMPILED = "Compile the prepared model: model = accelerator.prepare(model); model.compile()."
+SENTENCES: dict[str, dict[str, str]] = {
+    "Accelerator": {
+        "cpu": "Ranks use the GPUs that they find, else the CPU: hide them with "
+        "CUDA_VISIBLE_DEVICES= in the environment.",
+        "device_placement": "Models and batches are put on accelerator.device. Leave it out.",
+        "split_batches": "It is batch_size_is: paceline.Accelerator(batch_size_is='global') for "
+        "True, which is the default, and 'per_device' for False.",
+        "mixed_precision": "It is precision: paceline.Accelerator(precision='bf16'), or 'fp16' or "
+        "'fp32' (for 'no').",
+        "gradient_accumulation_steps": "It is accumulate: paceline.Accelerator(accumulate=4).",
+        "gradient_accumulation_plugin": "It is accumulate: paceline.Accelerator(accumulate=4).",
+        "even_batches": "A short last batch counts for what it is. Leave it out.",
+        "dispatch_batches": _LOADERS,
+        "dataloader_config": _LOADERS,
+        "use_stateful_dataloader": "accelerator.load_state puts loaders where they stood. Leave it "
+        "out.",
+        "rng_types": "The order of samples is by seed: paceline.Accelerator(seed=1).",
+        "use_seedable_sampler": "The order of samples is by seed: paceline.Accelerator(seed=1).",
+        "deepspeed_plugin": _SHARDED.format(2),
+        "deepspeed_plugins": _SHARDED.format(2),
+        "fsdp_plugin": _SHARDED.format(3),
+        "torch_tp_plugin": "Tensor parallelism is paceline.Engine(model, ..., layout='tp=2').",
+        "megatron_lm_plugin": "Tensor and pipeline parallelism are "
+        "paceline.Engine(model, ..., layout='pp=2,tp=2').",
+        "parallelism_config": _SHARDED.format(3),
+        "log_with": _OWN_TRACKER,
+        "logging_dir": _OWN_TRACKER,
+        "project_dir": "The folder is given where it is used: accelerator.save_state('folder').",
+        "project_config": "The folder is given where it is used: "
+        "accelerator.save_state('folder', keep=3).",
+        "step_scheduler_with_optimizer": "A schedule counts where you call its step(): once a "
+        "step, whatever the number of ranks. Leave it out.",
+        "kwargs_handlers": "What they set are arguments of their own: "
+        "paceline.Accelerator(loss_scaling=paceline.LossScaling(init_scale=1024.0)).",
+        "dynamo_backend": _COMPILED,
+        "dynamo_plugin": _COMPILED,
+    },
+}
+"""By the call and the name, the whole answer where that of other calls does not fit."""
+
 
 def habit_of(name: str) -> Habit | None:
     """What is known of ``name``, in any spelling: ``--Max-Epochs`` is ``max_epochs``."""
