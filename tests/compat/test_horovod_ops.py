@@ -128,6 +128,9 @@ def names_and_errors() -> None:
         hvd.broadcast(torch.ones(2), rank)
     # One rank's arguments are wrong: it says so, and the others do not wait for it.
     expected = ValueError if rank == 0 else HorovodInternalError
+    for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, lambda x: hvd.broadcast(x, 0)):
+        with pytest.raises(expected, match=r"expected a torch\.Tensor, got a float"):
+            call(1.0 if rank == 0 else torch.ones(size))
     with pytest.raises(expected, match="multiple of the number of workers"):
         hvd.alltoall(torch.ones(size + 1 if rank == 0 else size))
     with pytest.raises(HorovodInternalError, match="no rank can go on"):

@@ -14,6 +14,7 @@ from paceline.compat.horovod.runtime.executor import Submission, result_of
 from paceline.compat.horovod.runtime.session import Session
 from paceline.compat.horovod.torch.handles import (
     all_outputs,
+    empty_output,
     only_output,
     submit,
     submit_without_tensors,
@@ -88,8 +89,8 @@ class _Allgather(torch.autograd.Function):
         ctx: Any, operation: str, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> Any:
         ctx.process_set = process_set
-        ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
         handle = _submit_allgather(operation, tensors, name, process_set, blocks=True)
+        ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
         result = synchronize(handle)
         return result if isinstance(result, tuple) else (result,)
 
@@ -160,7 +161,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to hand out the tensor of ``root_rank``; returns a handle for ``synchronize``."""
-    output = torch.empty_like(tensor, memory_format=torch.contiguous_format).detach()
+    output = empty_output(tensor)
     return _submit_broadcast(tensor, output, root_rank, name, process_set)
 
 
@@ -202,7 +203,7 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet
     ) -> Any:
         ctx.root, ctx.process_set = root, process_set
-        output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        output = empty_output(tensor)
         return synchronize(_submit_broadcast(tensor, output, root, name, process_set, blocks=True))
 
     @staticmethod
@@ -255,6 +256,8 @@ def _submit_alltoall(
 
 
 def _splits_problem(tensor: torch.Tensor, splits: torch.Tensor | None, size: int) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"expected a torch.Tensor, got a {type(tensor).__name__}."
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None or splits.numel() == 0:
         if rows % size:

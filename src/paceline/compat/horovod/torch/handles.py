@@ -180,6 +180,16 @@ def _members(session: Session, operation: str, process_set: ProcessSet) -> list[
     return members
 
 
+def empty_output(tensor: Any) -> Any:
+    """Where the result for ``tensor`` goes. What is no tensor is left to ``submit`` to refuse.
+
+    It is refused there, and not by torch at once, since the other ranks must hear of it.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).detach()
+
+
 def _tensor_problem(tensors: Sequence[Any]) -> str:
     """Why these cannot travel together; empty if they can."""
     if not tensors:

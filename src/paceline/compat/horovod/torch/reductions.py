@@ -13,7 +13,13 @@ from paceline.compat.horovod.common.exceptions import HorovodInternalError
 from paceline.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from paceline.compat.horovod.common.reduce_ops import NAMES, Adasum, Average, Sum
 from paceline.compat.horovod.torch.gathers import allgather, allgather_async, grouped_allgather
-from paceline.compat.horovod.torch.handles import all_outputs, only_output, submit, synchronize
+from paceline.compat.horovod.torch.handles import (
+    all_outputs,
+    empty_output,
+    only_output,
+    submit,
+    synchronize,
+)
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
@@ -101,7 +107,7 @@ def allreduce_async(
 ) -> int:
     """Begin to reduce ``tensor`` over all ranks; returns a handle for ``synchronize``."""
     op = handle_average_backwards_compatibility(op, average)
-    output = torch.empty_like(tensor, memory_format=torch.contiguous_format).detach()
+    output = empty_output(tensor)
     return _submit_reduction(
         "allreduce", [tensor], [output], name, op, prescale_factor, postscale_factor, process_set
     )
@@ -181,10 +187,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Begin to reduce a list of tensors as one operation; returns a handle for ``synchronize``."""
     op = handle_average_backwards_compatibility(op, average)
-    outputs = [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format).detach()
-        for tensor in tensors
-    ]
+    outputs = [empty_output(tensor) for tensor in tensors]
     return _submit_reduction(
         "grouped_allreduce",
         tensors,
@@ -277,7 +280,7 @@ class _Allreduce(torch.autograd.Function):
     def forward(ctx: Any, operation: str, name: str | None, *arguments: Any) -> Any:
         op, prescale, postscale, process_set, *tensors = arguments
         ctx.operation, ctx.arguments = operation, (op, prescale, postscale, process_set)
-        outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        outputs = [empty_output(t) for t in tensors]
         handle = _submit_reduction(
             operation, tensors, outputs, name, op, prescale, postscale, process_set, blocks=True
         )
