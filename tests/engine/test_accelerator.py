@@ -423,6 +423,10 @@ def test_wrong_uses_are_answered(ranks: Any) -> None:
         accelerator.prepare(torch.optim.lr_scheduler.StepLR(stranger, 2))
     with pytest.raises(TrainingError, match=r"every\('epoch', …\) is for Engine and Trainer"):
         accelerator.prepare(paceline.schedules.every("epoch", torch.optim.lr_scheduler.StepLR))
+    with pytest.raises(TrainingError, match=r"got a list of parts; give them one by one, as in"):
+        accelerator.prepare([model, optimizer])
+    with pytest.raises(TrainingError, match="got a dict of parts"):
+        accelerator.prepare({"model": model})
     prepared = accelerator.prepare(model)
     optimizer = accelerator.prepare(optimizer)
     prepared(torch.ones(2, 4, dtype=torch.float64)).sum().backward()

@@ -39,6 +39,18 @@ from paceline.world import World
 BatchSizeIs = Literal["global", "per_device"]
 
 
+def _check_no_container(part: Any) -> None:
+    """Refuse a list or dict of parts, which would come back as it is, spread over no rank."""
+    held = part.values() if isinstance(part, dict) else part
+    if isinstance(part, list | tuple | set | dict) and any(
+        isinstance(one, nn.Module | Optimizer | DataLoader | LRScheduler) for one in held
+    ):
+        raise TrainingError(
+            f"prepare: got a {type(part).__name__} of parts; give them one by one, as in "
+            "accelerator.prepare(*parts)."
+        )
+
+
 class AcceleratorParts:
     """What was prepared, and how the loop it belongs to stands."""
 
@@ -91,6 +103,8 @@ class PreparingAccelerator(AcceleratorParts):
         May be called several times, an optimizer with its model or after it. Every rank calls it.
         One part alone is returned by itself. Anything else is returned as it is.
         """
+        for part in parts:
+            _check_no_container(part)
         models = [part for part in parts if isinstance(part, nn.Module)]
         optimizers = [part for part in parts if isinstance(part, Optimizer)]
         known = [made.model for made in self._models]
