@@ -11,6 +11,7 @@ Imports torch at the top, so it is itself imported only when a rendezvous is abo
 
 from __future__ import annotations
 
+import atexit
 import queue
 import socket
 import threading
@@ -33,7 +34,23 @@ IDENTITY = "store"
 """The key of a rendezvous store's id: a store that is restarted has another."""
 
 _POLL_SECONDS = 0.1
+_LAST_CALLS_SECONDS = 2.0
 _Job = tuple[Callable[[Any], Any], "Future[Any]"]
+_in_torch: set[threading.Thread] = set()
+"""The threads of connections that are inside a call of torch's."""
+
+
+def _let_calls_end() -> None:
+    """A thread that comes back from torch while Python shuts down would abort the process.
+
+    A store that goes away at that moment, as node 0's does when a run is done, has it come back.
+    """
+    deadline = time.monotonic() + _LAST_CALLS_SECONDS
+    while _in_torch and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+atexit.register(_let_calls_end)
 
 
 class StoreUnreachable(ConnectionError, RuntimeError):
@@ -110,6 +127,7 @@ class StoreConnection:
         store: Store | None = None
         while (job := self._jobs.get()) is not None:
             operation, future = job
+            _in_torch.add(threading.current_thread())
             try:
                 if store is None:
                     store = TCPStore(
@@ -121,6 +139,8 @@ class StoreConnection:
                 future.set_result(operation(store))
             except BaseException as error:
                 future.set_exception(error)
+            finally:
+                _in_torch.discard(threading.current_thread())
             del job, operation, future  # what they hold is not for this thread to keep
 
 
