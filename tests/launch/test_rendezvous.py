@@ -36,6 +36,7 @@ from paceline.launch.rendezvous.stores import (
     StoreConnection,
     StoreRefused,
     StoreUnreachable,
+    let_calls_end,
     serve,
     serve_rendezvous,
 )
@@ -230,6 +231,26 @@ def test_a_store_that_is_gone_is_known_at_once_and_a_missing_key_is_no_lost_line
     del server
     with pytest.raises(StoreRefused):
         StoreConnection("127.0.0.1", port, patience=2)
+
+
+def test_python_ends_after_the_last_call_to_a_store() -> None:
+    """One that comes back while Python shuts down would abort the process."""
+    server = serve("127.0.0.1", free_port())
+    connection = StoreConnection("127.0.0.1", server.port, patience=60)
+    begun, answered = threading.Event(), threading.Event()
+
+    def call(store: Any) -> None:
+        begun.set()
+        answered.wait(60)
+
+    thread = threading.Thread(target=connection.call, args=(call,))
+    thread.start()
+    assert begun.wait(60)
+    threading.Timer(0.2, answered.set).start()
+    let_calls_end()
+    assert answered.is_set()
+    thread.join()
+    connection.close()
 
 
 def test_the_second_candidate_waits_its_turn_and_then_serves(

@@ -40,7 +40,7 @@ _in_torch: set[threading.Thread] = set()
 """The threads of connections that are inside a call of torch's."""
 
 
-def _let_calls_end() -> None:
+def let_calls_end() -> None:
     """A thread that comes back from torch while Python shuts down would abort the process.
 
     A store that goes away at that moment, as node 0's does when a run is done, has it come back.
@@ -50,7 +50,7 @@ def _let_calls_end() -> None:
         time.sleep(0.01)
 
 
-atexit.register(_let_calls_end)
+atexit.register(let_calls_end)
 
 
 class StoreUnreachable(ConnectionError, RuntimeError):
