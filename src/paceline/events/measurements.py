@@ -32,7 +32,7 @@ class StepSplit(Event):
     steps: Steps
     phases: dict[str, list[float]]
     gpu_utilisation: list[float] = field(default_factory=list)
-    """The share of the last moments in which each rank's GPU ran a kernel; empty if unknown."""
+    """The share of the last moments in which each rank's GPU ran a kernel; empty unless all say."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from paceline.events import (
@@ -73,7 +72,7 @@ def _of_split(event: StepSplit) -> list[tuple[str, float]]:
             found.append((f"split_slowest/{phase}", max(seconds)))
     if (speedup := _speedup(event)) is not None:
         found.append(("split/speedup", speedup))
-    if (busy := event.gpu_utilisation) and all(map(math.isfinite, busy)):
+    if busy := event.gpu_utilisation:
         found.append(("gpu/utilisation", sum(busy) / len(busy)))
     return found
 

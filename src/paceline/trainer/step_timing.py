@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import socket
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -92,9 +91,15 @@ class StepSplits:
             phase: [round(seconds, 6) for seconds in by_rank[:, index].tolist()]
             for index, phase in enumerate(PHASES)
         }
-        busy = [round(share, 4) for share in by_rank[:, -1].tolist() if not math.isnan(share)]
+        shares = [round(share, 4) for share in by_rank[:, -1].tolist()]
+        known = not any(map(math.isnan, shares))
         self._report(
-            StepSplit(step=told.step, steps=self._steps, phases=phases, gpu_utilisation=busy)
+            StepSplit(
+                step=told.step,
+                steps=self._steps,
+                phases=phases,
+                gpu_utilisation=shares if known else [],
+            )
         )
         layout = self._engine.layout
         stages = [layout.coordinate(rank).pp for rank in range(self._world.size)]
@@ -108,9 +113,7 @@ def gpu_utilisation(device: torch.device) -> float:
     if device.type != "cuda":
         return math.nan
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.cuda.utilization(device) / 100
+        return torch.cuda.utilization(device) / 100
     except (ImportError, RuntimeError, OSError):  # no nvidia-ml-py, or a driver that does not say
         return math.nan
 
